@@ -1,0 +1,264 @@
+"""DiffGenerator: diffgen as a Python object."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, overload
+
+import msgspec
+
+from diffgen.args import ListenArgs, ModelArgs, RunArgs, ServerArgs
+from diffgen.errors import DiffgenError, InvalidRequest
+from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.media.save import SaveOptions, check_save, save_result
+from diffgen.params import Limits, ModelSpec, SamplingParams, nearest_name, parse_params
+from diffgen.result import GenerationResult
+from diffgen.server.supervisor import RankStatus, Supervisor
+from diffgen.wire.client import Connection
+from diffgen.wire.messages import Progress
+
+ProgressCallback = Callable[[Progress], None]
+
+_HELLO_S = 30.0
+
+
+class DiffGenerator:
+    """A model that generates images and clips.
+
+    :meth:`from_pretrained` starts the processes that run it, :meth:`connect` uses those of another. Thread-safe. Use
+    it as a context manager or call :meth:`close`; a generator left open is closed at exit.
+    """
+
+    def __init__(self, connection: Connection, model: ModelSpec, supervisor: Supervisor | None) -> None:
+        self.model = model
+        self._connection = connection
+        self._supervisor = supervisor
+        _open.add(self)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_path: str | None = None,
+        *,
+        num_gpus: int = 1,
+        device: str | None = None,
+        dtype: Any = None,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> DiffGenerator:
+        """Load a model and start serving it.
+
+        Args:
+            model_path: folder in diffusers layout or Hub id; the bundled model when None.
+            num_gpus: ranks, one process a device; on a CPU, one process each.
+            device: "cpu" or "cuda"; cuda where there is one when None.
+            dtype: "float32", "float16", "bfloat16" or the torch dtype; the device's usual one when None.
+            limits: what to refuse before any work.
+            options: any other field of :class:`ModelArgs`, :class:`RunArgs` or :class:`ListenArgs`.
+
+        Raises:
+            InvalidRequest: an option is unknown or has a wrong value.
+            ModelError: the model is not found, incomplete or of an unknown family.
+            StartFailed: a rank could not start.
+        """
+        options |= {"model_path": model_path, "num_gpus": num_gpus, "device": device, "dtype": _dtype_name(dtype)}
+        args = _server_args(options, limits)
+        connections: list[Connection] = []
+
+        def fail(error: DiffgenError) -> None:
+            for connection in connections:
+                connection.end(error)
+
+        supervisor = Supervisor(args, fail)
+        try:
+            supervisor.start()
+            connection = Connection(supervisor.socket)
+            connections.append(connection)
+            model = connection.wait_ready(_HELLO_S)
+        except BaseException:
+            supervisor.stop()
+            for connection in connections:
+                connection.close()
+            raise
+        return cls(connection, model, supervisor)
+
+    @classmethod
+    def connect(cls, address: str, *, token: str | None = None, timeout: float = 10.0) -> DiffGenerator:
+        """Use the server at ``tcp://HOST:PORT`` or ``ipc://PATH``; closing this does not stop it.
+
+        Raises :class:`ConnectionFailed` when none answers within ``timeout`` seconds or the token is wrong, and
+        :class:`ProtocolError` when it speaks another version.
+        """
+        connection = Connection(address, token)
+        try:
+            return cls(connection, connection.wait_ready(timeout), None)
+        except BaseException:
+            connection.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where other processes of this user can :meth:`connect`."""
+        return self._connection.address
+
+    def ranks(self) -> list[RankStatus]:
+        """What each rank last said of itself; empty for a server of another process."""
+        return [] if self._supervisor is None else self._supervisor.ranks()
+
+    def submit(self, prompt: str | None = None, **sampling: Any) -> GenerationHandle:
+        """Send one request and return at once. ``sampling`` takes the fields of :class:`SamplingParams`.
+
+        Raises :class:`InvalidRequest` for what can be known without the model; the rest comes by the handle.
+        """
+        return self._connection.submit(_params(prompt, sampling))
+
+    @overload
+    def generate(self, prompt: str | None = None, **options: Any) -> GenerationResult: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str], **options: Any) -> list[GenerationResult]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        callback: ProgressCallback | None = None,
+        timeout: float | None = None,
+        raise_errors: bool | None = None,
+        output_path: str | None = None,
+        output_file_name: str | None = None,
+        overwrite: bool = False,
+        **sampling: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """Generate and wait.
+
+        Args:
+            prompt: one text, or a list of them, which gives a list of results in its order.
+            callback: called on this thread with each :class:`Progress`; what it raises cancels the request.
+            timeout: seconds to wait in all, after which the requests are cancelled.
+            raise_errors: raise a request's error. False puts it into ``result.error``. By default raised for one
+                prompt and kept for a list, where the other results still count.
+            output_path, output_file_name, overwrite: save as PNG or MP4; see :class:`SaveOptions`.
+            sampling: fields of :class:`SamplingParams`; with a list, they hold for each prompt.
+
+        Raises:
+            DiffgenError: see ``raise_errors``.
+            TimeoutError: ``timeout`` has passed.
+        """
+        prompts: Sequence[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt)
+        is_list = not (prompt is None or isinstance(prompt, str))
+        save = None
+        if output_path is not None:
+            save = SaveOptions(output_path=str(output_path), output_file_name=output_file_name, overwrite=overwrite)
+        elif output_file_name is not None or overwrite:
+            raise InvalidRequest("output_file_name and overwrite need output_path", param="output_path")
+        all_params = [_params(text, sampling) for text in prompts]
+        if save is not None:
+            for params in all_params:
+                check_save(save, params)
+        handles: list[GenerationHandle] = []
+        try:
+            for params in all_params:
+                handles.append(self._connection.submit(params))
+            for event in _merged(handles, timeout):
+                if callback is not None and isinstance(event, Progress):
+                    callback(event)
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        results = [_settled(handle, save) for handle in handles]
+        if raise_errors or (raise_errors is None and not is_list):
+            for result in results:
+                if result.error is not None:
+                    raise result.error
+        return results if is_list else results[0]
+
+    async def agenerate(self, prompt: str | None = None, **sampling: Any) -> GenerationResult:
+        """:meth:`generate` of one prompt for asyncio; cancelling the task cancels the request."""
+        handle = self.submit(prompt, **sampling)
+        try:
+            return await handle
+        except BaseException:
+            handle.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what is pending, end the processes that :meth:`from_pretrained` started. Repeatable."""
+        _open.discard(self)
+        self._connection.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
+    def __enter__(self) -> DiffGenerator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_open: weakref.WeakSet[DiffGenerator] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for generator in list(_open):
+        with contextlib.suppress(DiffgenError):
+            generator.close()
+
+
+def _params(prompt: str | None, sampling: dict[str, Any]) -> SamplingParams:
+    return parse_params({"prompt": prompt, **sampling})
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _server_args(options: dict[str, Any], limits: Limits | None) -> ServerArgs:
+    groups: dict[str, Any] = {"model": ModelArgs, "run": RunArgs, "listen": ListenArgs}
+    owner = {field.name: group for group, kind in groups.items() for field in msgspec.structs.fields(kind)}
+    values: dict[str, dict[str, Any]] = {group: {} for group in groups}
+    for name, value in options.items():
+        if name not in owner:
+            raise InvalidRequest(f"unknown option {name!r}; {nearest_name(name, owner)}", param=name)
+        values[owner[name]][name] = value
+    try:
+        built = {group: msgspec.convert(values[group], kind) for group, kind in groups.items()}
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+    return ServerArgs(limits=limits or Limits(), **built)
+
+
+def _merged(handles: Sequence[GenerationHandle], timeout: float | None) -> Iterator[Event]:
+    """Events of several requests as they come, until each has ended. Raises :class:`TimeoutError`."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for handle in handles:
+        handle.subscribe(events.put)
+    running = len(handles)
+    while running:
+        try:
+            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(f"{running} request(s) had not ended after {timeout:g} s and were cancelled") from None
+        running -= is_final(event)
+        yield event
+
+
+def _settled(handle: GenerationHandle, save: SaveOptions | None) -> GenerationResult:
+    try:
+        result = handle.result()
+        if save is not None:
+            save_result(result, save)
+        return result
+    except DiffgenError as error:
+        return GenerationResult(id=handle.id, params=handle.params, error=error)

@@ -1,0 +1,103 @@
+"""How to serve: small frozen groups, from which the command line is built as well."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from diffgen.errors import InvalidRequest
+from diffgen.params import Limits, nearest_name, refuse
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+class ModelArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and in which numbers."""
+
+    model_path: Annotated[
+        str | None, Meta(description="folder or Hugging Face id in diffusers layout; the bundled model when unset")
+    ] = None
+    revision: Annotated[str | None, Meta(description="branch, tag or commit on the Hub")] = None
+    variant: Annotated[str | None, Meta(description="variant of the weight files, such as fp16")] = None
+    dtype: Annotated[
+        Dtype | None, Meta(description="numbers of the weights; bfloat16 on an accelerator, float32 on a CPU")
+    ] = None
+    pipeline: Annotated[
+        str | None, Meta(description="pipeline to use: a registered name or module:Class of your own")
+    ] = None
+
+
+class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and how the model runs."""
+
+    num_gpus: Annotated[int, Meta(description="ranks: one process a device", extra={"min": 1})] = 1
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, Meta(description="kind of device; cuda where there is one, else cpu")
+    ] = None
+    threads: Annotated[
+        int | None, Meta(description="CPU threads of a rank; the cores shared out when unset", extra={"min": 1})
+    ] = None
+    max_batch_size: Annotated[
+        int, Meta(description="images that may share one forward of the denoiser", extra={"min": 1, "max": 32})
+    ] = 4
+    max_running: Annotated[int, Meta(description="requests in flight at a time", extra={"min": 1})] = 8
+    start_timeout: Annotated[
+        float, Meta(description="seconds until a start that is not done counts as failed", extra={"min": 1})
+    ] = 1800.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe log line to print")
+    ] = "warning"
+
+
+class ListenArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rank 0 listens. Unset: a private socket in the run folder, for this process and its children."""
+
+    address: Annotated[
+        str | None, Meta(description="tcp://HOST:PORT or ipc://PATH to listen at besides the private socket")
+    ] = None
+    token: Annotated[str | None, Meta(description="secret that clients of a tcp address must show")] = None
+
+
+class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: ModelArgs = ModelArgs()
+    run: RunArgs = RunArgs()
+    listen: ListenArgs = ListenArgs()
+    limits: Limits = Limits()
+
+
+def check_args(args: ServerArgs) -> None:
+    """Rules that need no device and no model. Raises :class:`InvalidRequest`."""
+    for field in msgspec.structs.fields(RunArgs):
+        rules = next((meta.extra or {} for meta in getattr(field.type, "__metadata__", ())), {})
+        value = getattr(args.run, field.name)
+        if value is None:
+            continue
+        if "min" in rules and not value >= rules["min"]:
+            refuse(field.name, f"{field.name} is {value}; it must be at least {rules['min']}")
+        if "max" in rules and value > rules["max"]:
+            refuse(field.name, f"{field.name} is {value}; it must be at most {rules['max']}")
+    for field in msgspec.structs.fields(Limits):
+        if getattr(args.limits, field.name) < 1:
+            value = getattr(args.limits, field.name)
+            refuse("limit", f"limit {field.name} is {value}; it must be at least 1")
+    address = args.listen.address
+    if address is not None and not address.startswith(("tcp://", "ipc://")):
+        refuse("address", f"address {address!r} must be tcp://HOST:PORT or ipc://PATH")
+    if address is not None and address.startswith("tcp://") and not args.listen.token:
+        refuse("token", f"{address} can be reached by others; give a token that clients must show")
+
+
+def parse_limits(items: list[str]) -> Limits:
+    """Limits from NAME=VALUE texts. Raises :class:`InvalidRequest` for an unknown name or a value below 1."""
+    known = {field.name for field in msgspec.structs.fields(Limits)}
+    values: dict[str, int] = {}
+    for item in items:
+        name, sign, value = item.partition("=")
+        if not sign or not value.isascii() or not value.isdigit() or int(value) < 1:
+            raise InvalidRequest(f"limit {item!r} must be NAME=VALUE with a whole number of 1 or more", param="limit")
+        if name not in known:
+            raise InvalidRequest(f"unknown limit {name!r}; {nearest_name(name, known)}", param="limit")
+        values[name] = int(value)
+    return Limits(**values)

@@ -1,0 +1,97 @@
+"""The process groups of a replica, and the control channel on which rank 0 leads the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# The watchdog decides what is dead; a collective that waits is a rank that computes.
+_NEVER = datetime.timedelta(days=1)
+_FIRST_BROADCAST = 4096
+_ERROR_BYTES = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class RankInfo:
+    """One rank among ``size``."""
+
+    rank: int
+    size: int
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+
+class Control:
+    """Plans from rank 0 to all, votes from all to all; never a model's tensors.
+
+    It has a gloo group of its own on every kind of device: on one group shared with data, a vote and a reduction of
+    the same size would mix without an error. One thread a rank may use it.
+    """
+
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup | None) -> None:
+        self.info = info
+        self._group = group
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """Rank 0's bytes, on every rank. The first 4 KiB go as one fixed message, longer ones as a second."""
+        if self._group is None:
+            return data
+        first = torch.zeros(_FIRST_BROADCAST, dtype=torch.uint8)
+        room = _FIRST_BROADCAST - 8
+        if self.info.leads:
+            head = len(data).to_bytes(8, "big") + data[:room]
+            first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        dist.broadcast(first, src=0, group=self._group)
+        raw = first.numpy().tobytes()
+        length = int.from_bytes(raw[:8], "big")
+        if length <= room:
+            return raw[8 : 8 + length]
+        rest = torch.zeros(length - room, dtype=torch.uint8)
+        if self.info.leads:
+            rest[:] = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
+        dist.broadcast(rest, src=0, group=self._group)
+        return raw[8:] + rest.numpy().tobytes()
+
+    def gather_vote(self, vote: Sequence[int]) -> list[list[int]]:
+        """Every rank's vector of int64, all of one length, by rank."""
+        mine = torch.tensor(vote, dtype=torch.int64)
+        if self._group is None:
+            return [mine.tolist()]
+        votes = [torch.empty_like(mine) for _ in range(self.info.size)]
+        dist.all_gather(votes, mine, group=self._group)
+        return [other.tolist() for other in votes]
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, by rank, cut to 2 KiB."""
+        if self._group is None:
+            return [text]
+        data = text.encode(errors="replace")[:_ERROR_BYTES]
+        mine = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        texts = [torch.empty_like(mine) for _ in range(self.info.size)]
+        dist.all_gather(texts, mine, group=self._group)
+        return [other.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for other in texts]
+
+
+def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
+    """Join the replica's groups and run one collective in each, so that a fault shows at start.
+
+    ``rendezvous`` is a file in the private run folder: no port is opened for it.
+    """
+    if info.size == 1:
+        return Control(info, None)
+    store = dist.FileStore(str(rendezvous), info.size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=_NEVER)
+    control = Control(info, dist.new_group(backend="gloo", timeout=_NEVER))
+    dist.all_reduce(torch.ones(1, device=device))
+    control.gather_vote([info.rank])
+    return control

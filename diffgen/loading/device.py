@@ -1,0 +1,33 @@
+"""Which device a rank uses, with how many threads and in which numbers."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from diffgen.args import RunArgs
+from diffgen.distributed.groups import RankInfo
+from diffgen.errors import StartFailed
+
+
+def choose_device(run: RunArgs, info: RankInfo) -> torch.device:
+    """This rank's device; sets it up. Raises :class:`StartFailed` where there are too few."""
+    count = torch.cuda.device_count()
+    kind = run.device or ("cuda" if count else "cpu")
+    if kind == "cuda":
+        if count < info.size:
+            raise StartFailed(f"num_gpus={info.size} on cuda, but {count} device(s) are there; use device='cpu' or less")
+        device = torch.device("cuda", info.rank)
+        torch.cuda.set_device(device)
+        return device
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine talk on the loopback interface
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
+    return torch.device("cpu")
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -1,0 +1,54 @@
+"""A model's name to a folder: bundled, local, or from the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+
+BUNDLED = Path(__file__).resolve().parents[1] / "shapes"
+
+# Weights as safetensors and everything small; a pipeline's own .py, pickles and other frameworks' files stay away.
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+
+
+def resolve_model(model: ModelArgs) -> Path:
+    """The folder of ``model.model_path``, downloaded if it is a Hub id. A local path never goes to the network.
+
+    Honours the Hub's environment (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...). Raises :class:`ModelError`.
+    """
+    name = model.model_path
+    if name is None:
+        return BUNDLED
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ModelError(f"{name} is a file; give the folder that holds model_index.json", code="model_not_found")
+    if name.startswith((".", "/", "~")) or os.sep * 2 in name or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        kinds = "an existing folder or a Hub id such as org/name"
+        raise ModelError(f"no such directory: {name!r}; a model is {kinds}", code="model_not_found")
+    return _download(name, model.revision)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
+    except errors.GatedRepoError:
+        reason = "it is gated: accept its terms on the Hub and set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        reason = f"it has no revision {revision!r}"
+    except errors.RepositoryNotFoundError:
+        reason = "there is no such model on the Hub, or HF_TOKEN does not reach it"
+    except errors.LocalEntryNotFoundError:
+        offline = huggingface_hub.constants.HF_HUB_OFFLINE
+        reason = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else "the Hub cannot be reached"
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+    raise ModelError(f"cannot get {repo!r} and no folder has that name: {reason}", code="model_not_found")

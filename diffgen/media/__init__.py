@@ -1,0 +1,1 @@
+"""Pixels, pictures, clips and the files they are written to."""

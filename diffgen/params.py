@@ -1,0 +1,376 @@
+"""What a user asks for, and the one validator of it.
+
+:func:`parse_params` checks types, ranges and text without knowing a model: the Python API, the CLI and every other
+front end call it before anything is sent. :func:`resolve` fills in the model's defaults and applies its rules and the
+server's limits: rank 0 calls it on every request before any work is done. ``None`` is the only "unset": 0 is a value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import re
+import secrets
+import typing
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from diffgen.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+
+# Keys of ``Meta.extra``: min/max bound the value, above is an open lower bound, batch marks a field that two requests
+# must share to run in one forward, alias is a second name, cli=False keeps a field out of the command line.
+_BATCH = {"batch": True}
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One request: what to draw and how. Fields left at None take the model's defaults."""
+
+    prompt: Annotated[str, Meta(description="text that says what to draw")]
+    negative_prompt: Annotated[
+        str | None, Meta(description="text that says what to avoid; works only while guidance is on")
+    ] = None
+    size: Annotated[
+        str | None, Meta(description="WIDTHxHEIGHT in pixels, or auto for the model's own; instead of width and height")
+    ] = None
+    width: Annotated[int | None, Meta(description="width in pixels", extra={"min": 1, **_BATCH})] = None
+    height: Annotated[int | None, Meta(description="height in pixels", extra={"min": 1, **_BATCH})] = None
+    num_frames: Annotated[
+        int | None, Meta(description="frames of a clip; 1 draws a still image", extra={"min": 1, **_BATCH})
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Meta(description="length of a clip, rounded to frames the model can make; num_frames wins", extra={"above": 0}),
+    ] = None
+    fps: Annotated[
+        float | None, Meta(description="frames a second of a saved clip", extra={"above": 0, "max": 240})
+    ] = None
+    num_inference_steps: Annotated[int | None, Meta(description="denoising steps", extra={"min": 1})] = None
+    guidance_scale: Annotated[
+        float | None,
+        Meta(description="strength of classifier-free guidance; 1 or less is off", extra={"min": 0, "max": 1000}),
+    ] = None
+    guidance_scale_2: Annotated[
+        float | None,
+        Meta(description="guidance of the low-noise expert, where a model has two", extra={"min": 0, "max": 1000}),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Meta(description="seed of the first image; image i uses seed + i; drawn when unset", extra={"min": 0}),
+    ] = None
+    num_outputs_per_prompt: Annotated[
+        int | None, Meta(description="images or clips to make from the prompt", extra={"min": 1, "alias": "n"})
+    ] = None
+    scheduler: Annotated[str | None, Meta(description="noise scheduler: a short name or a diffusers class")] = None
+    flow_shift: Annotated[
+        float | None,
+        Meta(description="shift of a flow-matching scheduler towards high noise", extra={"above": 0, "max": 100}),
+    ] = None
+    max_sequence_length: Annotated[
+        int | None, Meta(description="text tokens that the encoder reads", extra={"min": 1, **_BATCH})
+    ] = None
+    output_type: Annotated[
+        Literal["pil", "np", "pt", "latent"],
+        Meta(description="form of the result in Python", extra={"cli": False}),
+    ] = "pil"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the server refuses before any work."""
+
+    queue: Annotated[int, Meta(description="requests accepted and not yet answered")] = 256
+    steps: Annotated[int, Meta(description="denoising steps")] = 1000
+    frames: Annotated[int, Meta(description="frames of one clip")] = 1025
+    pixels: Annotated[int, Meta(description="width x height")] = 4096 * 4096
+    images: Annotated[int, Meta(description="images or clips of one request")] = 16
+    prompt: Annotated[int, Meta(description="characters of a prompt")] = 20_000
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the served model takes. Rank 0 makes it from the pipeline; every client receives it.
+
+    ``frame_stride`` k allows 1, k + 1, 2k + 1, ... frames; 0 allows still images only. ``guidance_off`` is the largest
+    scale at which the second, unconditional branch is not computed; None where the model has no such branch.
+    """
+
+    name: str
+    family: str
+    defaults: dict[str, int | float | str | None]
+    size_multiple: int
+    frame_stride: int
+    guidance_off: float | None
+    has_second_guidance: bool = False
+    schedulers: tuple[str, ...] = ()
+    takes_flow_shift: bool = False
+    longest_text: int | None = None
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    params: SamplingParams
+    warnings: tuple[str, ...]
+
+
+_FIELDS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+_HINTS = typing.get_type_hints(SamplingParams, include_extras=True)
+_ALIASES = {
+    meta["alias"]: name
+    for name in _FIELDS
+    for meta in [typing.get_args(_HINTS[name])[1].extra or {}]
+    if "alias" in meta
+}
+BATCH_FIELDS = tuple(name for name in _FIELDS if (typing.get_args(_HINTS[name])[1].extra or {}).get("batch"))
+
+
+def nearest_name(name: str, known: typing.Iterable[str]) -> str:
+    """A remedy for a misspelt name: the closest known one, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
+    raise InvalidRequest(message, code=code or f"invalid_{param}", param=param)
+
+
+def _canonical(values: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        name = _ALIASES.get(key, key)
+        if name not in _FIELDS:
+            remedy = nearest_name(key, [*_FIELDS, *_ALIASES])
+            raise InvalidRequest(f"unknown parameter {key!r}; {remedy}", code="unknown_parameter", param=key)
+        if name in found:
+            refuse(name, f"{key} and {name} are the same parameter; give one of them")
+        if hasattr(value, "__index__") and not isinstance(value, bool | int):
+            value = operator.index(value)  # numpy integers
+        found[name] = value
+    return found
+
+
+def parse_params(values: Mapping[str, object]) -> SamplingParams:
+    """Build and check :class:`SamplingParams` from loose values, such as keyword arguments or a JSON object.
+
+    Raises :class:`InvalidRequest` naming the parameter, its value, the rule and the remedy.
+    """
+    found = _canonical(values)
+    if found.get("prompt") is None:
+        refuse("prompt", "prompt is missing; give a text (an empty one is allowed)", "missing_parameter")
+    for name, value in found.items():
+        try:
+            msgspec.convert(value, _FIELDS[name].type, strict=True)
+        except (msgspec.ValidationError, TypeError):
+            refuse(name, f"{name} is {value!r:.200}; it must be {_type_words(_FIELDS[name].type)}")
+    try:
+        params = msgspec.convert(found, SamplingParams, strict=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+    check_params(params)
+    return params
+
+
+def _type_words(annotation: Any) -> str:
+    words = {int: "an integer", float: "a number", str: "a text"}
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    parts = [part for part in typing.get_args(annotation) or (annotation,) if part is not type(None)]
+    return " or ".join(words.get(part, repr(part)) for part in parts)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Ranges and text rules that hold for every model. Raises :class:`InvalidRequest`."""
+    for name in _FIELDS:
+        value = getattr(params, name)
+        if isinstance(value, str):
+            _check_text(name, value)
+        elif value is not None:
+            _check_range(name, value, typing.get_args(_HINTS[name])[1].extra or {})
+    count = params.num_outputs_per_prompt or 1
+    if params.seed is not None and params.seed > MAX_SEED - (count - 1):
+        rule = f"seed + outputs - 1 must be at most 2**63 - 1 ({MAX_SEED})"
+        refuse("seed", f"seed {params.seed} with {count} output(s): {rule}; use a smaller seed")
+
+
+def _check_text(name: str, value: str) -> None:
+    if "\0" in value:
+        refuse(name, f"{name} holds a NUL character at position {value.index(chr(0))}; remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        refuse(name, f"{name} holds half of a surrogate pair at position {error.start}; send valid Unicode")
+
+
+def _check_range(name: str, value: float, rules: Mapping[str, float]) -> None:
+    if not math.isfinite(value):
+        refuse(name, f"{name} is {value}; it must be a finite number")
+    if abs(value) > MAX_SEED and name != "seed":
+        refuse(name, f"{name} is {value}; it must fit in 64 bits")
+    if "min" in rules and value < rules["min"]:
+        refuse(name, f"{name} is {value}; it must be at least {rules['min']}")
+    if "above" in rules and value <= rules["above"]:
+        refuse(name, f"{name} is {value}; it must be more than {rules['above']}")
+    if "max" in rules and value > rules["max"]:
+        refuse(name, f"{name} is {value}; it must be at most {rules['max']}")
+
+
+def resolve(params: SamplingParams, model: ModelSpec, limits: Limits) -> Resolved:
+    """Complete a checked request with the model's defaults; check it against the model and the limits.
+
+    The result has no field unset that the model uses, ``size`` is turned into width and height, and a seed is drawn
+    where none was given. Raises :class:`InvalidRequest`.
+    """
+    check_params(params)
+    warnings: list[str] = []
+    changes: dict[str, object] = {
+        name: value for name, value in model.defaults.items() if getattr(params, name) is None
+    }
+    changes |= _resolve_size(params, model)
+    changes |= _resolve_frames(params, model, warnings)
+    if params.num_outputs_per_prompt is None:
+        changes["num_outputs_per_prompt"] = 1
+    resolved = msgspec.structs.replace(params, **changes)
+    _check_limits(resolved, limits)
+    if resolved.seed is None:
+        # Small enough to survive a trip through JavaScript's numbers, with room for seed + i.
+        resolved = msgspec.structs.replace(resolved, seed=secrets.randbelow(2**48))
+    check_params(resolved)
+    resolved = _resolve_guidance(params, resolved, model, warnings)
+    _check_sampler(resolved, model)
+    return Resolved(resolved, tuple(warnings))
+
+
+def parse_size(text: str) -> tuple[int, int] | None:
+    """(width, height) of "WIDTHxHEIGHT"; None for "auto". Raises :class:`InvalidRequest`."""
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text, re.ASCII)
+    if match is None:
+        refuse("size", f"size {text!r:.60} must be WIDTHxHEIGHT in pixels, such as 512x512, or auto")
+    return int(match[1]), int(match[2])
+
+
+def _resolve_size(params: SamplingParams, model: ModelSpec) -> dict[str, object]:
+    changes: dict[str, object] = {"size": None}
+    size = None if params.size is None else parse_size(params.size)
+    if size is not None:
+        for name, asked in zip(("width", "height"), size, strict=True):
+            if getattr(params, name) not in (None, asked):
+                refuse("size", f"size {params.size} and {name} {getattr(params, name)} differ; give one of them")
+            changes[name] = asked
+    for name in ("width", "height"):
+        value = changes.get(name, getattr(params, name))
+        if isinstance(value, int) and value % model.size_multiple:
+            legal = nearest_steps(value, model.size_multiple, 0)
+            rule = f"must be a multiple of {model.size_multiple} for {model.family}"
+            refuse(name, f"{name} {value} {rule}; nearest: {legal}", "invalid_size")
+    return changes
+
+
+def _resolve_frames(params: SamplingParams, model: ModelSpec, warnings: list[str]) -> dict[str, object]:
+    frames, changes = params.num_frames, {}
+    if frames is not None and params.seconds is not None:
+        warnings.append(f"seconds={params.seconds} has no effect: num_frames={frames} was given")
+        changes["seconds"] = None
+    elif params.seconds is not None:
+        fps = model.defaults.get("fps") if params.fps is None else params.fps
+        if not isinstance(fps, int | float):
+            refuse("seconds", f"{model.family} makes still images; remove seconds={params.seconds}")
+        exact = params.seconds * fps
+        if not math.isfinite(exact) or exact > 10**9:
+            refuse("seconds", f"seconds={params.seconds} at {fps} frames a second is too long; ask for less")
+        stride = max(model.frame_stride, 1)
+        frames = max(0, round((exact - 1) / stride)) * stride + 1
+        changes["num_frames"] = frames
+        if frames != exact:
+            lasts = f"{frames / fps:.3f} s"
+            warnings.append(
+                f"seconds={params.seconds} at {fps} fps is {exact:g} frames; {model.family} makes {frames} ({lasts})"
+            )
+    if frames is None:
+        frames = model.defaults.get("num_frames", 1)
+    if not isinstance(frames, int) or (model.frame_stride == 0 and frames != 1):
+        refuse("num_frames", f"num_frames {frames}: {model.family} makes still images; use 1")
+    if model.frame_stride and (frames - 1) % model.frame_stride:
+        legal = nearest_steps(frames, model.frame_stride, 1)
+        rule = f"must be 1 or a multiple of {model.frame_stride} plus 1 for {model.family}"
+        refuse("num_frames", f"num_frames {frames} {rule}; nearest: {legal}")
+    if frames == 1 and params.fps is not None:
+        warnings.append(f"fps={params.fps} has no effect on a still image")
+    return changes
+
+
+def nearest_steps(value: int, step: int, offset: int) -> str:
+    """The legal values of ``offset + k * step`` on both sides of ``value``, as words; never below 1."""
+    below = (value - offset) // step * step + offset
+    return " or ".join(str(legal) for legal in (below, below + step) if legal >= max(offset, 1))
+
+
+def _check_limits(params: SamplingParams, limits: Limits) -> None:
+    def check(param: str, value: int, limit: int, code: str = "over_limit") -> None:
+        if value > limit:
+            refuse(param, f"{param} {value} is over this server's limit of {limit}; ask for less", code)
+
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(params, name) or ""
+        if len(text) > limits.prompt:
+            rule = f"this server's limit is {limits.prompt}; shorten it"
+            refuse(name, f"{name} has {len(text)} characters; {rule}", "prompt_too_long")
+    width, height = params.width or 0, params.height or 0
+    if width * height > limits.pixels:
+        rule = f"over this server's limit of {limits.pixels}; ask for a smaller size"
+        refuse("size", f"{width}x{height} is {width * height} pixels, {rule}", "over_limit")
+    check("num_inference_steps", params.num_inference_steps or 0, limits.steps)
+    check("num_frames", params.num_frames or 0, limits.frames)
+    check("num_outputs_per_prompt", params.num_outputs_per_prompt or 0, limits.images)
+
+
+def _resolve_guidance(
+    asked: SamplingParams, resolved: SamplingParams, model: ModelSpec, warnings: list[str]
+) -> SamplingParams:
+    guided = is_guided(resolved, model)
+    if asked.negative_prompt and not guided:
+        why = "this model has no classifier-free guidance"
+        if model.guidance_off is not None:
+            why = f"guidance_scale {resolved.guidance_scale:g} is off; it must be more than {model.guidance_off:g}"
+        warnings.append(f"negative_prompt has no effect: {why}")
+    if resolved.guidance_scale_2 is not None and not model.has_second_guidance:
+        refuse("guidance_scale_2", "this model has one denoiser; remove guidance_scale_2", "unsupported_parameter")
+    if model.has_second_guidance and resolved.guidance_scale_2 is None:
+        return msgspec.structs.replace(resolved, guidance_scale_2=resolved.guidance_scale)
+    return resolved
+
+
+def is_guided(params: SamplingParams, model: ModelSpec) -> bool:
+    """Whether the unconditional branch is computed for these resolved parameters."""
+    return (
+        model.guidance_off is not None
+        and params.guidance_scale is not None
+        and params.guidance_scale > model.guidance_off
+    )
+
+
+def _check_sampler(params: SamplingParams, model: ModelSpec) -> None:
+    if params.scheduler is not None and params.scheduler not in model.schedulers:
+        remedy = f"{model.family} takes: {', '.join(model.schedulers)}"
+        refuse("scheduler", f"scheduler {params.scheduler!r:.60} is not known; {remedy}")
+    if params.flow_shift is not None and not model.takes_flow_shift:
+        refuse("flow_shift", f"{model.family} has no flow matching; remove flow_shift", "unsupported_parameter")
+    longest = model.longest_text
+    if longest is not None and (params.max_sequence_length or 0) > longest:
+        given = params.max_sequence_length
+        refuse("max_sequence_length", f"max_sequence_length {given} is over the {longest} of this text encoder")
+
+
+def rational_fps(fps: float) -> Fraction:
+    """The exact frame rate meant by a decimal: 23.976 is 24000/1001, 12.5 is 25/2. Raises :class:`InvalidRequest`."""
+    if not math.isfinite(fps) or fps <= 0:
+        refuse("fps", f"fps is {fps}; it must be a positive, finite number")
+    if fps == round(fps):
+        return Fraction(round(fps))
+    ntsc = Fraction(math.ceil(fps) * 1000, 1001)
+    return ntsc if abs(float(ntsc) - fps) < 0.005 else Fraction(fps).limit_denominator(1000)

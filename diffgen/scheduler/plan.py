@@ -1,0 +1,56 @@
+"""What rank 0 broadcasts each tick, and what it learns from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diffgen.errors import ErrorInfo
+from diffgen.params import SamplingParams
+
+MAX_UNIT_REQS = 32  # requests in one unit: the vote has a slot for each
+
+
+class Admit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request that the ranks begin to hold, with its parameters resolved."""
+
+    id: str
+    params: SamplingParams
+    warnings: tuple[str, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tick: forget ``drop``, take ``admit``, run the next unit of ``stage`` for ``ids``; or stop."""
+
+    tick: int
+    drop: tuple[str, ...] = ()
+    admit: tuple[Admit, ...] = ()
+    stage: int = 0
+    ids: tuple[str, ...] = ()
+    stop: bool = False
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where a request is: ``unit`` of ``units`` are done in stage number ``stage``; ``key`` as the stage's batch_key."""
+
+    stage: int
+    name: str
+    unit: int
+    units: int
+    key: Any
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a tick did to one request: it moved (``before`` names the stage that ran), it ended, or it failed."""
+
+    id: str
+    stage: str
+    step: int
+    total: int
+    position: Position | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.position is None and self.error is None

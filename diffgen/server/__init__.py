@@ -1,0 +1,1 @@
+"""A server's processes: the supervisor in the parent, and the ranks that it starts."""

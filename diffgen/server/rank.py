@@ -1,0 +1,212 @@
+"""Main program of one rank: ``python -P -m diffgen.server.rank FD``, started by the supervisor alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffgen.errors import DiffgenError, StartFailed
+from diffgen.server.pipe import Heartbeat, Pipe, RankError, Ready, Start, Stop, ToRank
+
+if TYPE_CHECKING:
+    from diffgen.worker.worker import GPUWorker, Progress
+
+logger = logging.getLogger("diffgen.rank")
+
+# No queue or lock of Python's own makes the last exit wait: what holds this process is the pipe to its parent.
+_PARENT_CHECK_S = 1.0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
+    parent = os.getppid()
+    pipe: Pipe[Any] = Pipe(Connection(int(sys.argv[1])), ToRank)
+    try:
+        start = pipe.receive()
+    except EOFError:
+        return
+    assert isinstance(start, Start)
+    logging.basicConfig(
+        level=start.args.run.log_level.upper(),
+        format=f"%(asctime)s rank {start.rank} %(levelname)s %(name)s: %(message)s",
+    )
+    stops: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    watch = _Watch(pipe, start, parent, stops)
+    try:
+        _serve(start, pipe, watch, stops)
+    except BaseException as error:
+        # The border of the process: the parent must learn the reason before it sees the pipe close.
+        logger.debug("rank %d ends", start.rank, exc_info=True)
+        pipe.send(RankError(_as_diffgen_error(error).info()))
+        _exit(1)
+    _exit(0)
+
+
+def _exit(code: int) -> None:
+    # Threads of gloo and ZMQ may wait for peers that are gone; there is nothing left to clean up.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _as_diffgen_error(error: BaseException) -> DiffgenError:
+    if isinstance(error, DiffgenError):
+        return error
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return StartFailed(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+
+
+class _Watch:
+    """Threads that tell the parent that this rank lives, and end it when the parent does not."""
+
+    def __init__(self, pipe: Pipe[Any], start: Start, parent: int, stops: queue.SimpleQueue[Any]) -> None:
+        self.progress: Progress | None = None
+        self._pipe, self._folder, self._parent, self._stops = pipe, start.run_folder, parent, stops
+        threading.Thread(target=self._listen, name="pipe", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._stops.put(self._pipe.receive())
+        except EOFError:
+            self._abandon()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(_PARENT_CHECK_S)
+            # The pipe stays open while a child that the parent forked holds it, so its end is no sure sign.
+            if os.getppid() != self._parent:
+                self._abandon()
+            if self.progress is not None:
+                self._pipe.send(Heartbeat(**dataclasses.asdict(self.progress)))
+
+    def _abandon(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _exit(1)
+
+
+def _serve(start: Start, pipe: Pipe[Any], watch: _Watch, stops: queue.SimpleQueue[Any]) -> None:
+    """Load, say ready, then lead or follow until told to stop."""
+    args = start.args
+    import torch
+
+    from diffgen.distributed.groups import RankInfo, join
+    from diffgen.loading.device import choose_device
+    from diffgen.worker.executor import ParallelExecutor
+    from diffgen.worker.worker import GPUWorker
+
+    info = RankInfo(start.rank, args.run.num_gpus)
+    device = choose_device(args.run, info)
+    control = join(info, Path(start.run_folder) / "rendezvous", device)
+    pipeline = _build_pipeline(start, control, device)
+    worker = GPUWorker(pipeline, ParallelExecutor(device), control)
+    watch.progress = worker.progress
+    control.gather_vote([info.rank])  # no rank is ready before all have loaded
+    logger.info("ready: %s on %s with %d threads", pipeline.spec.name, device, torch.get_num_threads())
+    if info.leads:
+        _lead(start, worker, pipe, stops)
+    else:
+        pipe.send(Ready(pipeline.spec.name))
+        _follow(worker)
+
+
+def _build_pipeline(start: Start, control: Any, device: Any) -> Any:
+    # The one import upwards: a rank is where the three packages meet.
+    import pipelines
+    from diffgen.loading.hub import resolve_model
+
+    ours = Path(__file__).resolve().parents[2] / "pipelines" / "__init__.py"
+    found = Path(pipelines.__file__ or "").resolve()
+    if found != ours:
+        raise StartFailed(f"Python finds another package 'pipelines' at {found.parent}; take it off PYTHONPATH")
+    from pipelines.registry import load_pipeline
+
+    model = start.args.model
+    # One rank downloads; the others are told where to.
+    folder = str(resolve_model(model)) if control.info.leads else ""
+    return load_pipeline(Path(control.broadcast(folder.encode()).decode()), model, device)
+
+
+def _follow(worker: GPUWorker) -> None:
+    import msgspec
+
+    from diffgen.scheduler.plan import Plan
+
+    decoder = msgspec.msgpack.Decoder(Plan)
+    while not (plan := decoder.decode(worker.control.broadcast())).stop:
+        worker.tick(plan)
+
+
+def _lead(start: Start, worker: GPUWorker, pipe: Pipe[Any], inbox: queue.SimpleQueue[Any]) -> None:
+    """Rank 0's loop: take messages, plan, broadcast, run, answer."""
+    import msgspec
+
+    from diffgen.scheduler.scheduler import Scheduler
+    from diffgen.server.answer import make_result
+    from diffgen.wire.messages import Closing
+    from diffgen.wire.router import Router
+
+    scheduler = Scheduler(worker.pipeline.spec, start.args.limits, start.args.run, uuid.uuid4().hex)
+    router = Router(start.socket, start.args.listen, inbox)
+    pipe.send(Ready(worker.pipeline.spec.name))
+    clients: set[bytes] = set()
+
+    def broadcast(plan: Any) -> None:
+        worker.control.broadcast(msgspec.msgpack.encode(plan))
+
+    stopping = False
+    while not stopping:
+        for item in _received(inbox, wait=scheduler.idle):
+            if isinstance(item, Stop):
+                stopping = True
+                continue
+            clients.add(item[0])
+            for client, answer in scheduler.handle(*item):
+                router.send(client, answer)
+        if stopping or scheduler.idle:
+            continue
+        plan = scheduler.plan()
+        broadcast(plan)
+        began = time.perf_counter()
+        outcomes, finished = worker.tick(plan)
+        placed = {outcome.id for outcome in outcomes}
+        for admit in plan.admit:
+            if admit.id not in placed:
+                scheduler.place(admit.id, worker.position(admit.id))
+        for client, answer in scheduler.commit(outcomes, time.perf_counter() - began):
+            router.send(client, answer)
+        for req in finished.values():
+            job = scheduler.release(req.id)
+            result, tensor = make_result(req, job.timings, worker.executor.device)
+            router.send(job.client, result, tensor)
+    broadcast(scheduler.stop())
+    for client in clients:
+        router.send(client, Closing())
+    router.close()
+
+
+def _received(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:
+    """Everything in the inbox; with ``wait``, at least one item."""
+    items = [inbox.get()] if wait else []
+    while True:
+        try:
+            items.append(inbox.get_nowait())
+        except queue.Empty:
+            return items
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The protocol between clients and rank 0: msgspec messages, tensors as raw frames beside them, no pickle."""

@@ -1,0 +1,250 @@
+"""A client's connection, which keeps every request until it is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from diffgen.errors import (
+    ConnectionFailed,
+    DiffgenError,
+    ProtocolError,
+    RequestCancelled,
+    ServerClosed,
+    error_from,
+)
+from diffgen.handle import GenerationHandle
+from diffgen.params import ModelSpec, SamplingParams
+from diffgen.result import GenerationResult
+from diffgen.wire import codec
+from diffgen.wire.mailbox import Mailbox
+from diffgen.wire.messages import (
+    Accepted,
+    Bye,
+    Cancel,
+    Closing,
+    Failed,
+    Hello,
+    Progress,
+    Result,
+    ServerMessage,
+    Submit,
+    Welcome,
+)
+from diffgen.wire.router import USER
+
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+
+
+class Connection:
+    """One client's socket and the requests that it waits for. Every method may be called from any thread.
+
+    After a lost connection it says hello again and sends its unanswered requests again under the same ids, so that
+    they survive a network fault or a restarted server; when no server answers for ``patience`` seconds they fail with
+    :class:`ConnectionFailed`.
+    """
+
+    def __init__(self, address: str, token: str | None = None, patience: float = 30.0) -> None:
+        self.address = address
+        self.patience = patience
+        self._token = token
+        self._pending: dict[str, GenerationHandle] = {}
+        self._cancelled: list[str] = []
+        self._lock = threading.Lock()
+        self._outgoing: Mailbox[msgspec.Struct | None] = Mailbox()
+        self._ended: DiffgenError | None = None
+        self._spec: ModelSpec | None = None
+        self._settled = threading.Event()  # welcomed, or ended
+        self._welcomed = False
+        self._lost_at: float | None = time.monotonic()
+        self._decoder = codec.server_message_decoder()
+        self._context = zmq.Context()
+        self._socket = self._open()
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._thread = threading.Thread(target=self._run, name="diffgen-connection", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._token is not None:
+            socket.plain_username = USER.encode()
+            socket.plain_password = self._token.encode()
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._context.term()
+            raise ConnectionFailed(f"cannot connect to {self.address!r}: {error}; {_ADDRESS_RULE}") from None
+        return socket
+
+    def wait_ready(self, timeout: float) -> ModelSpec:
+        """What the server serves, once it has welcomed this client.
+
+        Raises :class:`ConnectionFailed` after ``timeout`` seconds, or what ended the connection.
+        """
+        if not self._settled.wait(timeout):
+            error = ConnectionFailed(f"no diffgen server answered at {self.address} within {timeout:g} s; is it up?")
+            self.end(error)
+            raise error
+        if self._ended is not None:
+            raise self._ended
+        assert self._spec is not None
+        return self._spec
+
+    def submit(self, params: SamplingParams) -> GenerationHandle:
+        """Send a request. Raises what ended the connection, if it has ended."""
+        handle = GenerationHandle(params, self.cancel)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._pending[handle.id] = handle
+        self._outgoing.put(Submit(handle.id, params))
+        return handle
+
+    def cancel(self, request_id: str) -> None:
+        """Ask the server to cancel. The handle ends when the server says so, or at once if no server is there."""
+        self._outgoing.put(Cancel(request_id))
+
+    def end(self, error: DiffgenError) -> None:
+        """Fail every pending request, and every later one, with ``error``."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = error
+            pending, self._pending = self._pending, {}
+        for handle in pending.values():
+            _publish_failure(handle, error)
+        self._settled.set()
+
+    def close(self) -> None:
+        """Say goodbye, which cancels what is pending, and close the socket."""
+        self.end(ServerClosed("the connection was closed by this client"))
+        self._outgoing.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._outgoing.fileno(), zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            ready = {source for source, _ in poller.poll(self._poll_ms())}
+            if self._monitor in ready:
+                self._on_network(recv_monitor_message(self._monitor)["event"])
+            if self._socket in ready:
+                self._on_frames(self._socket.recv_multipart(copy=False))
+            if self._outgoing.fileno() in ready and not self._send_waiting():
+                break
+            lost = self._lost_at
+            if lost is not None and self._ended is None and time.monotonic() - lost > self.patience:
+                self.end(ConnectionFailed(f"no server has answered at {self.address} for {self.patience:g} s"))
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._outgoing.close()
+        self._context.term()
+
+    def _poll_ms(self) -> int | None:
+        if self._lost_at is None or self._ended is not None:
+            return None
+        return max(0, int(1000 * (self._lost_at + self.patience - time.monotonic()))) + 10
+
+    def _on_network(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._send(Hello())
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._welcomed = False
+            if self._lost_at is None:
+                self._lost_at = time.monotonic()
+        elif event & _HANDSHAKE_FAILED:
+            rule = "give the token the server was started with" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else ""
+            self.end(ConnectionFailed(f"{self.address} refused this client; {rule}", code="unauthorized"))
+
+    def _send_waiting(self) -> bool:
+        for message in self._outgoing.take():
+            if message is None:
+                if self._welcomed:
+                    self._send(Bye())
+                return False
+            if isinstance(message, Cancel) and not self._welcomed:
+                self._cancel_unsent(message.id)
+            elif self._welcomed and not (isinstance(message, Submit) and message.id not in self._pending):
+                self._send(message)
+            # Else it is a Submit that has ended, or that stays pending and is sent after the next Welcome.
+        return True
+
+    def _cancel_unsent(self, request_id: str) -> None:
+        handle = self._take(request_id)
+        if handle is not None:
+            self._cancelled.append(request_id)  # the server may still hold it
+            _publish_failure(handle, RequestCancelled("cancelled by its owner while no server was connected"))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # a lost peer shows as a network event
+            self._socket.send_multipart(codec.encode(message))
+
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
+        try:
+            message = codec.decode(frames, self._decoder, max_body=codec.MAX_BODY)
+            self._on_message(message, frames[2:])
+        except ProtocolError as error:
+            self.end(error)
+
+    def _on_message(self, message: ServerMessage, tensors: list[zmq.Frame]) -> None:
+        match message:
+            case Welcome():
+                self._spec, self._welcomed, self._lost_at = message.model, True, None
+                with self._lock:
+                    unanswered = list(self._pending.values())
+                for request_id in self._cancelled:
+                    self._send(Cancel(request_id))
+                self._cancelled.clear()
+                for handle in unanswered:
+                    self._send(Submit(handle.id, handle.params))
+                self._settled.set()
+            case Closing():
+                self.end(ServerClosed(f"the server at {self.address} was stopped"))
+            case Failed(id=""):
+                self.end(error_from(message.error))
+            case Accepted() | Progress():
+                with self._lock:
+                    handle = self._pending.get(message.id)
+                if handle is not None:
+                    handle.publish(message)
+            case Failed():
+                handle = self._take(message.id)
+                if handle is not None:
+                    handle.publish(message, error_from(message.error))
+            case Result():
+                handle = self._take(message.id)
+                if handle is not None:
+                    if len(tensors) != 1:
+                        raise ProtocolError(f"a result with {len(tensors)} tensors")
+                    pixels = codec.array(message.output.tensor, tensors[0])
+                    handle.publish(GenerationResult.from_output(message.id, message.output, pixels))
+
+    def _take(self, request_id: str) -> GenerationHandle | None:
+        with self._lock:
+            return self._pending.pop(request_id, None)
+
+
+_ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH"
+
+
+def _publish_failure(handle: GenerationHandle, error: DiffgenError) -> None:
+    handle.publish(Failed(handle.id, error.info()), error)
+
+

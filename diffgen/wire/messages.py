@@ -1,0 +1,95 @@
+"""Every message on the socket between a client and rank 0.
+
+A client says :class:`Hello` on each connection and sends its unanswered requests again after each :class:`Welcome`;
+rank 0 drops the ids it already holds. Each accepted :class:`Submit` is answered by exactly one :class:`Result` or
+:class:`Failed`, after any number of :class:`Progress`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from diffgen.errors import ErrorInfo
+from diffgen.params import ModelSpec, SamplingParams
+from diffgen.request import OutputBatch
+
+PROTOCOL_VERSION = 1
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Hello(_Message):
+    """First message of a client on every connection."""
+
+
+class Submit(_Message):
+    """Generate. ``id`` is the client's own choice and must be unique; a UUID is."""
+
+    id: RequestId
+    params: SamplingParams
+
+
+class Cancel(_Message):
+    """Take a request back, whatever its state; an unknown id is not an error."""
+
+    id: RequestId
+
+
+class Bye(_Message):
+    """The client leaves: its requests are cancelled and nothing more is sent to it."""
+
+
+ClientMessage = Hello | Submit | Cancel | Bye
+
+
+class Welcome(_Message):
+    """Answer to :class:`Hello`. ``epoch`` is new with every start of the server."""
+
+    epoch: str
+    model: ModelSpec
+
+
+class Accepted(_Message):
+    """The request is valid and queued; ``ahead`` counts the requests that were there before it."""
+
+    id: RequestId
+    ahead: int
+    params: SamplingParams
+    warnings: tuple[str, ...]
+
+
+class Progress(_Message):
+    """``step`` of ``total`` units of ``stage`` are done."""
+
+    id: RequestId
+    stage: str
+    step: int
+    total: int
+
+
+class Result(_Message):
+    """The output; its tensor is in the frame beside this message."""
+
+    id: RequestId
+    output: OutputBatch
+
+
+class Failed(_Message):
+    """The request ended with an error. An empty id speaks of the connection as a whole."""
+
+    id: Annotated[str, Meta(max_length=64)]
+    error: ErrorInfo
+
+
+class Closing(_Message):
+    """The server stops on purpose; unanswered requests will not be answered."""
+
+
+ServerMessage = Welcome | Accepted | Progress | Result | Failed | Closing

@@ -1,0 +1,124 @@
+"""Rank 0's socket, in a thread of its own, so that it answers while the main thread computes."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from diffgen.args import ListenArgs
+from diffgen.errors import ProtocolError, StartFailed
+from diffgen.wire import codec
+from diffgen.wire.mailbox import Mailbox
+from diffgen.wire.messages import Bye, ClientMessage
+
+USER = "diffgen"  # of ZMQ's PLAIN mechanism, whose password is the token
+
+Incoming = tuple[bytes, ClientMessage]
+
+
+class Router:
+    """Receives client messages into ``inbox``; sends what :meth:`send` is given. Malformed input is only counted.
+
+    Raises :class:`StartFailed` when an address cannot be bound.
+    """
+
+    def __init__(self, private: str, listen: ListenArgs, inbox: queue.SimpleQueue[Any]) -> None:
+        self.inbox = inbox
+        self.malformed = 0
+        self._outgoing: Mailbox[tuple[bytes, list[bytes | memoryview]] | None] = Mailbox()
+        self._context = zmq.Context()
+        self._sockets = [self._bind(private)]
+        self._authenticator: ThreadAuthenticator | None = None
+        if listen.address is not None:
+            self._sockets.append(self._bind(listen.address, listen.token))
+        self._owner: dict[bytes, zmq.Socket[bytes]] = {}
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._thread.start()
+
+    def _bind(self, address: str, token: str | None = None) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 2000)
+        # No limit on what waits for a slow reader: a dropped result would be a request never answered.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_BODY)
+        # A client keeps its identity over a reconnect, and the new connection must get the replies.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if token is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_plain(domain="*", passwords={USER: token})
+            socket.plain_server = True
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise StartFailed(f"cannot listen at {address}: {error}", code="address_in_use") from None
+        return socket
+
+    def send(self, client: bytes, message: msgspec.Struct, tensor: Any = None) -> None:
+        self._outgoing.put((client, codec.encode(message, tensor)))
+
+    def close(self) -> None:
+        """Send what is waiting, then close the sockets."""
+        self._outgoing.put(None)
+        self._thread.join()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._outgoing.fileno(), zmq.POLLIN)
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            for source, _ in poller.poll():
+                if isinstance(source, zmq.Socket):
+                    self._receive(source)
+                elif not self._send_waiting():
+                    for socket in self._sockets:
+                        socket.close()
+                    self._outgoing.close()
+                    return
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        # Some at a time, so that a flood from outside cannot hold back the replies.
+        for _ in range(100):
+            try:
+                client, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) > codec.MAX_CLIENT_FRAMES:
+                    raise ProtocolError(f"{len(frames)} frames are too many")
+                message = codec.decode(frames, self._decoder)
+            except codec.VersionMismatch as error:
+                self._deliver(socket, client, codec.version_refusal(error))
+            except ProtocolError:
+                self.malformed += 1
+            else:
+                if isinstance(message, Bye):
+                    self._owner.pop(client, None)
+                else:
+                    self._owner[client] = socket
+                self.inbox.put((client, message))
+
+    def _send_waiting(self) -> bool:
+        for item in self._outgoing.take():
+            if item is None:
+                return False
+            client, frames = item
+            socket = self._owner.get(client)
+            if socket is not None:
+                self._deliver(socket, client, frames)
+        return True
+
+    def _deliver(self, socket: zmq.Socket[bytes], client: bytes, frames: list[bytes | memoryview]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the client has left
+            socket.send_multipart([client, *frames], copy=False)

@@ -1,0 +1,1 @@
+"""One rank's work: a pipeline's stages, run unit by unit through the ParallelExecutor."""

@@ -1,0 +1,73 @@
+"""ParallelExecutor: one unit of work on this rank, according to the layout."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from diffgen.errors import DiffgenError, GenerationError, OutOfMemory
+from diffgen.media.pixels import check_finite
+from diffgen.request import Req, Update
+from diffgen.worker.context import Predict, Row, Stage, StageContext, StageError
+
+logger = logging.getLogger(__name__)
+
+
+class ParallelExecutor:
+    """Runs units. It is the only place that knows which ranks take part in what.
+
+    The one layout so far is replicated: every rank computes everything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def run(self, stage: Stage, reqs: Sequence[Req]) -> list[Update | StageError]:
+        """One unit of ``stage`` for each request, as new values that are not yet written into any of them.
+
+        An error is every member's: which of them caused it shows when each runs alone.
+        """
+        context = StageContext(self.device, self.map_rows)
+        try:
+            with torch.inference_mode():
+                updates = stage.run(reqs, context)
+                return [_checked(stage, update) for update in updates]
+        except torch.OutOfMemoryError as error:
+            self._free_memory()
+            failure: DiffgenError = OutOfMemory(f"out of memory in {stage.name}: {error}; ask for a smaller size or n")
+        except DiffgenError as error:
+            failure = error
+        except Exception as error:
+            # A failing model must not take the rank with it: whatever it raises is the answer of these requests.
+            logger.exception("%s failed", stage.name)
+            failure = GenerationError(f"{stage.name} failed: {type(error).__name__}: {error}")
+        return [StageError(failure) for _ in reqs]
+
+    def map_rows(self, predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Predictions of all rows, those of equal key in one forward."""
+        predictions: dict[int, torch.Tensor] = {}
+        order = sorted(range(len(rows)), key=lambda index: repr(rows[index].key))
+        for _, members in itertools.groupby(order, key=lambda index: repr(rows[index].key)):
+            indices = list(members)
+            for index, prediction in zip(indices, predict([rows[index] for index in indices]), strict=True):
+                predictions[index] = prediction
+        return [predictions[index] for index in range(len(rows))]
+
+    def _free_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _checked(stage: Stage, update: Update) -> Update | StageError:
+    try:
+        if isinstance(update.latents, torch.Tensor):
+            check_finite(update.latents, f"latents after {stage.name}", "use bfloat16 or float32 in place of float16")
+        for branch in () if not isinstance(update.branches, tuple) else update.branches:
+            for name, values in branch.items():
+                check_finite(values, f"values of {name} after {stage.name}", "use bfloat16 or float32")
+    except DiffgenError as error:
+        return StageError(error)
+    return update

@@ -1,0 +1,179 @@
+"""GPUWorker: a rank's requests, and the tick by which they change."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+
+import msgspec
+import torch
+
+from diffgen.distributed.groups import Control
+from diffgen.errors import ErrorInfo, RanksDiverged
+from diffgen.request import Req, Update
+from diffgen.scheduler.plan import MAX_UNIT_REQS, Admit, Outcome, Plan, Position
+from diffgen.worker.context import Pipeline, StageError
+from diffgen.worker.executor import ParallelExecutor
+
+_OK, _FAILED = 0, 1
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a rank says of itself in its heartbeat: ``fingerprint`` sums up every value it has committed."""
+
+    tick: int = 0
+    units: dict[str, int] = dataclasses.field(default_factory=dict)
+    fingerprint: int = 0
+    unit_since: float | None = None
+
+
+class GPUWorker:
+    """One rank's pipeline and the requests in flight. Every rank has the same requests in the same state."""
+
+    def __init__(self, pipeline: Pipeline, executor: ParallelExecutor, control: Control) -> None:
+        self.pipeline = pipeline
+        self.executor = executor
+        self.control = control
+        self.progress = Progress()
+        self._reqs: dict[str, Req] = {}
+
+    def tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
+        """Carry out a plan: compute, vote, commit. Returns what became of each request, and the finished ones.
+
+        Either every rank writes the new values of every planned request, or none writes any.
+        """
+        self.progress.tick = plan.tick
+        for request_id in plan.drop:
+            self._reqs.pop(request_id, None)
+        for admit in plan.admit:
+            self._reqs[admit.id] = _enter(admit)
+        if not plan.ids:
+            return [], {}
+        reqs = [self._reqs[request_id] for request_id in plan.ids]
+        stage = self.pipeline.stages[plan.stage]
+        self.progress.unit_since = time.time()
+        computed = self.executor.run(stage, reqs)
+        if self.executor.device.type == "cuda":
+            torch.cuda.synchronize()
+        errors = self._vote(plan, computed)
+        self.progress.unit_since = None
+        if errors:
+            return [
+                Outcome(req.id, stage.name, req.unit, stage.units(req), self._position(req), error)
+                for req, error in zip(reqs, errors, strict=True)
+            ], {}
+        return self._commit(plan, reqs, computed)
+
+    def position(self, request_id: str) -> Position:
+        """Where a request that has just been admitted begins."""
+        position = self._position(self._reqs[request_id])
+        assert position is not None, "the first stage has a unit for every request"
+        return position
+
+    def _vote(self, plan: Plan, computed: list[Update | StageError]) -> list[ErrorInfo | None]:
+        """An error a request where any rank has one; an empty list is a yes."""
+        codes = [_FAILED if isinstance(item, StageError) else _OK for item in computed]
+        prints = [0 if isinstance(item, StageError) else fingerprint(item) for item in computed]
+        empty = [0] * (MAX_UNIT_REQS - len(codes))
+        votes = self.control.gather_vote([plan.tick, *codes, *empty, *prints, *empty])
+        if any(vote[0] != plan.tick for vote in votes):
+            raise RanksDiverged(f"ranks vote on different ticks: {[vote[0] for vote in votes]}")
+        failed = any(any(vote[1 : 1 + MAX_UNIT_REQS]) for vote in votes)
+        diverged = [_diverged(index, votes) for index in range(len(codes))]
+        if not failed:
+            if any(diverged):
+                return diverged
+            for value in prints:
+                self.progress.fingerprint = (self.progress.fingerprint * 1_000_003 + value) % 2**63
+            return []
+        return self._gather_errors(codes, computed, votes)
+
+    def _gather_errors(
+        self, codes: list[int], computed: list[Update | StageError], votes: list[list[int]]
+    ) -> list[ErrorInfo | None]:
+        mine = [item.error.info() for item in computed if isinstance(item, StageError)]
+        texts = self.control.gather_text(msgspec.json.encode(_shortened(mine[0])).decode() if mine else "")
+        errors: list[ErrorInfo | None] = []
+        for index in range(len(codes)):
+            guilty = [rank for rank, vote in enumerate(votes) if vote[1 + index]]
+            if not guilty:
+                errors.append(None)
+                continue
+            info = msgspec.json.decode(texts[guilty[0]], type=ErrorInfo)
+            if self.control.info.size > 1:
+                info = msgspec.structs.replace(info, message=f"rank {guilty[0]}: {info.message}")
+            errors.append(info)
+        return errors
+
+    def _commit(
+        self, plan: Plan, reqs: list[Req], computed: list[Update | StageError]
+    ) -> tuple[list[Outcome], dict[str, Req]]:
+        stage = self.pipeline.stages[plan.stage]
+        outcomes, finished = [], {}
+        for req, update in zip(reqs, computed, strict=True):
+            assert isinstance(update, Update)
+            total = stage.units(req)
+            update.apply(req)
+            req.unit += 1
+            step = req.unit
+            if step == total:
+                req.stage, req.unit = req.stage + 1, 0
+            position = self._position(req)
+            outcomes.append(Outcome(req.id, stage.name, step, total, position))
+            if position is None:
+                finished[req.id] = self._reqs.pop(req.id)
+        self.progress.units[stage.name] = self.progress.units.get(stage.name, 0) + len(reqs)
+        return outcomes, finished
+
+    def _position(self, req: Req) -> Position | None:
+        """The request's place after skipping stages that have nothing to do for it; None at the end."""
+        while req.stage < len(self.pipeline.stages):
+            stage = self.pipeline.stages[req.stage]
+            units = stage.units(req)
+            if units > req.unit:
+                return Position(req.stage, stage.name, req.unit, units, stage.batch_key(req))
+            req.stage, req.unit = req.stage + 1, 0
+        return None
+
+
+def _enter(admit: Admit) -> Req:
+    return Req(admit.id, admit.params, admit.warnings)
+
+
+def _shortened(info: ErrorInfo) -> ErrorInfo:
+    return msgspec.structs.replace(info, message=info.message[:500])
+
+
+def _diverged(index: int, votes: list[list[int]]) -> ErrorInfo | None:
+    prints = [vote[1 + MAX_UNIT_REQS + index] for vote in votes]
+    odd = [rank for rank, value in enumerate(prints) if value != prints[0]]
+    if not odd:
+        return None
+    return RanksDiverged(f"ranks {odd} computed other values than rank 0; the result would depend on the rank").info()
+
+
+def fingerprint(update: Update) -> int:
+    """63 bits that differ when any tensor of the update differs in any bit (with high probability)."""
+    total = 0
+    for tensor in (update.latents, *_tensors(update.branches), *_tensors(update.frames)):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            total = (total * 31 + int(torch.hash_tensor(tensor).item())) % 2**63
+    return total
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    if not isinstance(values, tuple):
+        return []
+    return [t for value in values for t in (value.values() if isinstance(value, dict) else [value])]
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory held so far: allocated on an accelerator, resident in a CPU process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+

@@ -1,0 +1,86 @@
+"""ComposedPipelineBase: what a family's file fills in."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.loading.components import load_components
+from diffgen.loading.index import ModelIndex
+from diffgen.params import BATCH_FIELDS, ModelSpec, SamplingParams, is_guided
+from diffgen.request import Req
+from stages.base import PipelineStage
+
+
+class ComposedPipelineBase(abc.ABC):
+    """A model family as stages in order.
+
+    A family's file says which diffusers pipelines it serves, the stages, the defaults and limits, and how to call its
+    encoder, denoiser and decoder: the methods that its stages' protocols ask for. The weights come as the family's own
+    diffusers pipeline, whose public methods a family may use through a shallow copy that holds a request's scheduler.
+    """
+
+    #: ``_class_name`` in model_index.json of the models this family serves.
+    serves: ClassVar[tuple[str, ...]]
+    #: Components that are loaded in float32 whatever dtype is asked for.
+    float32_components: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device) -> None:
+        self.device = device
+        self.pipe: Any = load_components(index, model, device, self.float32_components)
+        self.spec = self.make_spec(index, model.model_path or "shapes")
+        self.stages = self.make_stages()
+
+    @classmethod
+    def load(cls, index: ModelIndex, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
+        """Check that the family can serve the model, then load it. Raises :class:`ModelError`."""
+        if index.pipeline_class not in cls.serves:
+            rule = f"{cls.__name__} serves {', '.join(cls.serves)}"
+            raise ModelError(f"{index.folder} is a {index.pipeline_class}; {rule}", code="unsupported_model")
+        return cls(index, model, device)
+
+    @abc.abstractmethod
+    def make_stages(self) -> Sequence[PipelineStage]:
+        """The stages, in order; the first has a unit for every request."""
+
+    @abc.abstractmethod
+    def make_spec(self, index: ModelIndex, name: str) -> ModelSpec:
+        """Defaults and limits of the loaded model."""
+
+    def defaults(self, index: ModelIndex, family: Mapping[str, Any]) -> dict[str, Any]:
+        """The family's defaults, overridden by those of the model's own ``diffgen.json``."""
+        return {**family, **index.defaults}
+
+    def cut_warnings(self, tokenizer: Any, params: SamplingParams, length: int | None) -> tuple[str, ...]:
+        """A warning for each text of which the encoder reads only the first ``length`` tokens, with the lost tail."""
+        warnings = []
+        for name in ("prompt", "negative_prompt"):
+            ids = tokenizer(getattr(params, name) or "", truncation=False).input_ids
+            if length is not None and len(ids) > length:
+                lost = tokenizer.decode(ids[length - 1 :], skip_special_tokens=True)
+                warnings.append(f"{name} has {len(ids)} tokens and the encoder reads {length}; cut off: {lost!r:.200}")
+        return tuple(warnings)
+
+    def batch_key(self, req: Req) -> Hashable:
+        """What must be equal for two requests to share a forward: the fields marked for it. Families add theirs."""
+        return tuple(getattr(req.params, name) for name in BATCH_FIELDS)
+
+    def guide(self, predictions: Sequence[torch.Tensor], req: Req) -> torch.Tensor:
+        """Classifier-free guidance (Ho and Salimans, 2022) of (n, ...) predictions, conditional first."""
+        if len(predictions) == 1:
+            return predictions[0]
+        conditional, unconditional = predictions
+        return unconditional + self.guidance_scale(req) * (conditional - unconditional)
+
+    def guidance_scale(self, req: Req) -> float:
+        """The scale of the request's next step."""
+        assert req.params.guidance_scale is not None
+        return req.params.guidance_scale
+
+    def is_guided(self, req: Req) -> bool:
+        return is_guided(req.params, self.spec)

@@ -1,0 +1,57 @@
+"""Which family serves a model."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.loading.index import read_index
+from diffgen.params import nearest_name
+from pipelines.base import ComposedPipelineBase
+
+# name -> module:Class, imported when used.
+FAMILIES = {
+    "wan": "pipelines.wan:WanPipeline",
+}
+# ``_class_name`` of model_index.json -> name.
+SERVED = {
+    "WanPipeline": "wan",
+}
+
+
+def find_family(path: str) -> type[ComposedPipelineBase]:
+    """The class of ``module:Class``, which may come from outside. Raises :class:`ModelError`."""
+    module_name, _, class_name = path.partition(":")
+    try:
+        family = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"cannot import the pipeline {path!r}: {error}", code="unsupported_model") from error
+    if not (isinstance(family, type) and issubclass(family, ComposedPipelineBase)):
+        raise ModelError(f"{path!r} is not a ComposedPipelineBase", code="unsupported_model")
+    return family
+
+
+def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
+    """The pipeline of a model's folder, loaded. Raises :class:`ModelError` naming what is missing or known."""
+    index = read_index(folder, model.variant)
+    if model.pipeline is None:
+        name = SERVED.get(index.pipeline_class)
+        if name is None:
+            known = ", ".join(sorted(SERVED))
+            raise ModelError(
+                f"no family here serves {index.pipeline_class} ({folder}); known: {known}; or give pipeline=module:Class",
+                code="unsupported_model",
+            )
+        path = FAMILIES[name]
+    elif ":" in model.pipeline:
+        path = model.pipeline
+    elif model.pipeline in FAMILIES:
+        path = FAMILIES[model.pipeline]
+    else:
+        remedy = f"{nearest_name(model.pipeline, FAMILIES)}, or give module:Class"
+        raise ModelError(f"unknown pipeline {model.pipeline!r}; {remedy}", code="unsupported_model")
+    return find_family(path).load(index, model, device)
