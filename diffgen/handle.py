@@ -65,7 +65,8 @@ class GenerationHandle:
         position = 0
         while True:
             with self._news:
-                self._news.wait_for(lambda: len(self._events) > position)
+                while len(self._events) <= position:
+                    self._news.wait()
                 event = self._events[position]
             position += 1
             yield event

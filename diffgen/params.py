@@ -272,7 +272,8 @@ def _resolve_size(params: SamplingParams, model: ModelSpec) -> dict[str, object]
 
 
 def _resolve_frames(params: SamplingParams, model: ModelSpec, warnings: list[str]) -> dict[str, object]:
-    frames, changes = params.num_frames, {}
+    frames: object = params.num_frames
+    changes: dict[str, object] = {}
     if frames is not None and params.seconds is not None:
         warnings.append(f"seconds={params.seconds} has no effect: num_frames={frames} was given")
         changes["seconds"] = None

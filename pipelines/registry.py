@@ -42,10 +42,8 @@ def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> Compo
         name = SERVED.get(index.pipeline_class)
         if name is None:
             known = ", ".join(sorted(SERVED))
-            raise ModelError(
-                f"no family here serves {index.pipeline_class} ({folder}); known: {known}; or give pipeline=module:Class",
-                code="unsupported_model",
-            )
+            remedy = f"known: {known}; or give pipeline=module:Class"
+            raise ModelError(f"no family serves {index.pipeline_class} ({folder}); {remedy}", code="unsupported_model")
         path = FAMILIES[name]
     elif ":" in model.pipeline:
         path = model.pipeline

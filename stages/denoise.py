@@ -47,7 +47,8 @@ class DenoisingStage(PipelineStage):
     def run(self, reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
         rows, owners = [], []
         for index, req in enumerate(reqs):
-            assert req.latents is not None and req.timesteps is not None, "earlier stages have run"
+            assert req.latents is not None
+            assert req.timesteps is not None
             key = self.family.batch_key(req)
             for branch in req.branches:
                 rows.append(Row(req.latents, req.timesteps[req.unit], branch, key))
@@ -64,15 +65,12 @@ class DenoisingStage(PipelineStage):
         latents = torch.cat([row.latents for row in rows])
         timesteps = torch.cat([row.timestep.expand(size) for row, size in zip(rows, sizes, strict=True)])
         branch = {
-            name: torch.cat(
-                [row.branch[name].expand(size, *row.branch[name].shape[1:]) for row, size in zip(rows, sizes, strict=True)]
-            )
-            for name in rows[0].branch
+            name: torch.cat([_repeated(row.branch[name], len(row.latents)) for row in rows]) for name in rows[0].branch
         }
-        return list(self.family.denoise(latents, timesteps, branch, rows[0].key).split(sizes))
+        return list(torch.split(self.family.denoise(latents, timesteps, branch, rows[0].key), sizes))
 
     def _step(self, req: Req, prediction: torch.Tensor) -> Update:
-        assert req.timesteps is not None and req.latents is not None
+        assert req.timesteps is not None
         # step() changes the scheduler and the generators, and cannot be repeated: they are stepped on copies.
         scheduler = copy.deepcopy(req.scheduler)
         generators = tuple(generator.clone_state() for generator in req.generators)
@@ -81,3 +79,8 @@ class DenoisingStage(PipelineStage):
             options["generator"] = list(generators)
         latents = scheduler.step(prediction, req.timesteps[req.unit], req.latents, return_dict=False, **options)[0]
         return Update(latents=latents, scheduler=scheduler, generators=generators)
+
+
+def _repeated(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """(1, ...) to (count, ...), without a copy."""
+    return tensor.expand(count, *tensor.shape[1:])

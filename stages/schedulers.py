@@ -36,9 +36,7 @@ def make_flow_scheduler(base: Any, name: str | None, flow_shift: float | None) -
     if wanted is diffusers.FlowMatchEulerDiscreteScheduler:
         return wanted(num_train_timesteps=steps, shift=shift)
     # These know flow matching as one prediction type among others, as diffusers' pages on Wan set them up.
-    return wanted(
-        num_train_timesteps=steps, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
-    )
+    return wanted(num_train_timesteps=steps, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
 
 
 def _shift(scheduler: Any) -> float:

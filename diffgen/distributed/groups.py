@@ -88,7 +88,7 @@ def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
     """
     if info.size == 1:
         return Control(info, None)
-    store = dist.FileStore(str(rendezvous), info.size)
+    store = dist.FileStore(str(rendezvous), info.size)  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=_NEVER)
     control = Control(info, dist.new_group(backend="gloo", timeout=_NEVER))

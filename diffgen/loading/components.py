@@ -23,7 +23,7 @@ def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, f
     import diffusers
 
     dtype = default_dtype(device) if model.dtype is None else getattr(torch, model.dtype)
-    dtypes = {"default": dtype, **{name: torch.float32 for name in float32}}
+    dtypes = {"default": dtype, **dict.fromkeys(float32, torch.float32)}
     kind = getattr(diffusers, index.pipeline_class, None)
     if kind is None:
         version = diffusers.__version__

@@ -17,7 +17,7 @@ def choose_device(run: RunArgs, info: RankInfo) -> torch.device:
     kind = run.device or ("cuda" if count else "cpu")
     if kind == "cuda":
         if count < info.size:
-            raise StartFailed(f"num_gpus={info.size} on cuda, but {count} device(s) are there; use device='cpu' or less")
+            raise StartFailed(f"num_gpus={info.size} but there are {count} CUDA devices; use fewer, or device='cpu'")
         device = torch.device("cuda", info.rank)
         torch.cuda.set_device(device)
         return device

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from diffgen.errors import OutputError
 from diffgen.media import encode, files
 from diffgen.params import SamplingParams
 from diffgen.result import GenerationResult
@@ -30,7 +31,7 @@ def check_save(options: SaveOptions, params: SamplingParams) -> None:
     if options.output_file_name is not None:
         files.check_stem(options.output_file_name)
     if params.output_type == "latent":
-        raise files.OutputError("latents are not pictures: leave output_path out with output_type='latent'")
+        raise OutputError("latents are not pictures: leave output_path out with output_type='latent'")
 
 
 def save_result(result: GenerationResult, options: SaveOptions) -> list[Path]:

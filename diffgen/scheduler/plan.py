@@ -32,7 +32,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a request is: ``unit`` of ``units`` are done in stage number ``stage``; ``key`` as the stage's batch_key."""
+    """Where a request is: ``unit`` of ``units`` are done in stage number ``stage``; ``key`` is its batch key there."""
 
     stage: int
     name: str
@@ -42,7 +42,10 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a tick did to one request: it moved (``before`` names the stage that ran), it ended, or it failed."""
+    """What a tick did to one request: it moved, it finished (no position), or it failed.
+
+    ``step`` of ``total`` units of ``stage`` are done now.
+    """
 
     id: str
     stage: str

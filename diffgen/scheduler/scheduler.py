@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-
 from diffgen.args import RunArgs
 from diffgen.errors import DiffgenError, InvalidRequest, QueueFull, RequestCancelled, error_from
 from diffgen.params import Limits, ModelSpec, resolve
@@ -152,5 +151,3 @@ class Scheduler:
     def fail_all(self, error: DiffgenError) -> list[Answer]:
         """End every request with ``error``."""
         return [self._fail(job, error) for job in list(self._jobs.values())]
-
-

@@ -19,7 +19,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Start(_Message):
+class Start(_Message, frozen=True):
     """First message to a rank: all that it needs. It travels here because a command line can be read by others."""
 
     args: ServerArgs
@@ -28,17 +28,17 @@ class Start(_Message):
     socket: str
 
 
-class Stop(_Message):
+class Stop(_Message, frozen=True):
     """To rank 0: end the replica after the current unit."""
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The model is loaded and every group has run a collective."""
 
     model: str
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """Each second, from a thread, so that a long unit does not look like death."""
 
     tick: int
@@ -47,7 +47,7 @@ class Heartbeat(_Message):
     unit_since: float | None
 
 
-class RankError(_Message):
+class RankError(_Message, frozen=True):
     """The rank ends because of this."""
 
     error: ErrorInfo
@@ -56,15 +56,18 @@ class RankError(_Message):
 ToRank = Start | Stop
 FromRank = Ready | Heartbeat | RankError
 
-M = TypeVar("M", ToRank, FromRank)
+M = TypeVar("M")
+
+TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 class Pipe(Generic[M]):
     """Typed messages over a connection; ``M`` is what this end receives."""
 
-    def __init__(self, connection: Connection, receives: type[M]) -> None:
+    def __init__(self, connection: Connection, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self.connection = connection
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(receives)
+        self._decoder = decoder
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:

@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffgen.errors import DiffgenError, StartFailed
-from diffgen.server.pipe import Heartbeat, Pipe, RankError, Ready, Start, Stop, ToRank
+from diffgen.server.pipe import TO_RANK, Heartbeat, Pipe, RankError, Ready, Start, Stop, ToRank
 
 if TYPE_CHECKING:
     from diffgen.worker.worker import GPUWorker, Progress
 
 logger = logging.getLogger("diffgen.rank")
 
-# No queue or lock of Python's own makes the last exit wait: what holds this process is the pipe to its parent.
 _PARENT_CHECK_S = 1.0
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
     parent = os.getppid()
-    pipe: Pipe[Any] = Pipe(Connection(int(sys.argv[1])), ToRank)
+    pipe = Pipe(Connection(int(sys.argv[1])), TO_RANK)
     try:
         start = pipe.receive()
     except EOFError:
@@ -71,7 +70,7 @@ def _as_diffgen_error(error: BaseException) -> DiffgenError:
 class _Watch:
     """Threads that tell the parent that this rank lives, and end it when the parent does not."""
 
-    def __init__(self, pipe: Pipe[Any], start: Start, parent: int, stops: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, pipe: Pipe[ToRank], start: Start, parent: int, stops: queue.SimpleQueue[Any]) -> None:
         self.progress: Progress | None = None
         self._pipe, self._folder, self._parent, self._stops = pipe, start.run_folder, parent, stops
         threading.Thread(target=self._listen, name="pipe", daemon=True).start()
@@ -98,7 +97,7 @@ class _Watch:
         _exit(1)
 
 
-def _serve(start: Start, pipe: Pipe[Any], watch: _Watch, stops: queue.SimpleQueue[Any]) -> None:
+def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQueue[Any]) -> None:
     """Load, say ready, then lead or follow until told to stop."""
     args = start.args
     import torch
@@ -150,7 +149,7 @@ def _follow(worker: GPUWorker) -> None:
         worker.tick(plan)
 
 
-def _lead(start: Start, worker: GPUWorker, pipe: Pipe[Any], inbox: queue.SimpleQueue[Any]) -> None:
+def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.SimpleQueue[Any]) -> None:
     """Rank 0's loop: take messages, plan, broadcast, run, answer."""
     import msgspec
 

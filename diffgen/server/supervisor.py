@@ -15,11 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from diffgen.args import ServerArgs, check_args
-from diffgen.errors import DiffgenError, ServerClosed, StartFailed, WorkerDied, error_from
-from diffgen.server.pipe import FromRank, Heartbeat, Pipe, RankError, Ready, Start, Stop
+from diffgen.errors import DiffgenError, StartFailed, WorkerDied, error_from
+from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Pipe, RankError, Ready, Start, Stop
 
 # Longer than any garbage collection or page fault: a rank that is this silent is stopped or gone.
 SILENCE_S = 60.0
@@ -42,7 +41,7 @@ class RankStatus:
 @dataclasses.dataclass
 class _Rank:
     process: subprocess.Popen[bytes]
-    pipe: Pipe[Any]
+    pipe: Pipe[FromRank]
     status: RankStatus
 
 
@@ -120,7 +119,7 @@ class Supervisor:
                 start_new_session=True,
                 env=environment,
             )
-        pipe: Pipe[Any] = Pipe(ours, FromRank)
+        pipe = Pipe(ours, FROM_RANK)
         pipe.send(Start(self.args, rank, str(self._folder), self.socket))
         return _Rank(process, pipe, RankStatus(rank, process.pid, last_seen=time.monotonic()))
 
@@ -191,10 +190,6 @@ class Supervisor:
             rank.process.wait()
             rank.pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def closed_error() -> DiffgenError:
-    return ServerClosed("this generator has been closed")
 
 
 def _make_run_folder() -> Path:

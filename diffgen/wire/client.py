@@ -221,20 +221,23 @@ class Connection:
                 self.end(error_from(message.error))
             case Accepted() | Progress():
                 with self._lock:
-                    handle = self._pending.get(message.id)
-                if handle is not None:
-                    handle.publish(message)
+                    waiting = self._pending.get(message.id)
+                if waiting is not None:
+                    waiting.publish(message)
             case Failed():
-                handle = self._take(message.id)
-                if handle is not None:
-                    handle.publish(message, error_from(message.error))
+                failed = self._take(message.id)
+                if failed is not None:
+                    failed.publish(message, error_from(message.error))
             case Result():
-                handle = self._take(message.id)
-                if handle is not None:
-                    if len(tensors) != 1:
-                        raise ProtocolError(f"a result with {len(tensors)} tensors")
-                    pixels = codec.array(message.output.tensor, tensors[0])
-                    handle.publish(GenerationResult.from_output(message.id, message.output, pixels))
+                self._on_result(message, tensors)
+
+    def _on_result(self, message: Result, tensors: list[zmq.Frame]) -> None:
+        if len(tensors) != 1:
+            raise ProtocolError(f"a result with {len(tensors)} tensors")
+        pixels = codec.array(message.output.tensor, tensors[0])
+        handle = self._take(message.id)
+        if handle is not None:
+            handle.publish(GenerationResult.from_output(message.id, message.output, pixels))
 
     def _take(self, request_id: str) -> GenerationHandle | None:
         with self._lock:
@@ -246,5 +249,3 @@ _ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH"
 
 def _publish_failure(handle: GenerationHandle, error: DiffgenError) -> None:
     handle.publish(Failed(handle.id, error.info()), error)
-
-

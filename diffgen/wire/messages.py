@@ -25,38 +25,38 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
     pass
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """First message of a client on every connection."""
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True):
     """Generate. ``id`` is the client's own choice and must be unique; a UUID is."""
 
     id: RequestId
     params: SamplingParams
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """Take a request back, whatever its state; an unknown id is not an error."""
 
     id: RequestId
 
 
-class Bye(_Message):
+class Bye(_Message, frozen=True):
     """The client leaves: its requests are cancelled and nothing more is sent to it."""
 
 
 ClientMessage = Hello | Submit | Cancel | Bye
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """Answer to :class:`Hello`. ``epoch`` is new with every start of the server."""
 
     epoch: str
     model: ModelSpec
 
 
-class Accepted(_Message):
+class Accepted(_Message, frozen=True):
     """The request is valid and queued; ``ahead`` counts the requests that were there before it."""
 
     id: RequestId
@@ -65,7 +65,7 @@ class Accepted(_Message):
     warnings: tuple[str, ...]
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True):
     """``step`` of ``total`` units of ``stage`` are done."""
 
     id: RequestId
@@ -74,21 +74,21 @@ class Progress(_Message):
     total: int
 
 
-class Result(_Message):
+class Result(_Message, frozen=True):
     """The output; its tensor is in the frame beside this message."""
 
     id: RequestId
     output: OutputBatch
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True):
     """The request ended with an error. An empty id speaks of the connection as a whole."""
 
     id: Annotated[str, Meta(max_length=64)]
     error: ErrorInfo
 
 
-class Closing(_Message):
+class Closing(_Message, frozen=True):
     """The server stops on purpose; unanswered requests will not be answered."""
 
 

@@ -176,4 +176,3 @@ def peak_memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-

@@ -1,0 +1,41 @@
+# Two commands, each alone, do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+# A GPU user gets a CUDA build by naming it here, e.g. make demo TORCH="torch==2.13.0 --index-url URL".
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-fast lint format clean
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("diffgen needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/diffgen generate --prompt "a red circle on a blue background" --seed 1
+	$(BIN)/diffgen generate --prompt "a white triangle moving right on a purple background" --num-frames 9 --seed 1
+
+test: $(VENV)/installed-dev
+	$(BIN)/pytest
+
+test-fast: $(VENV)/installed-dev
+	$(BIN)/pytest -m "not slow"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
