@@ -16,6 +16,8 @@ import msgspec
 from diffgen.args import ListenArgs, ModelArgs, RunArgs, ServerArgs
 from diffgen.errors import DiffgenError, InvalidRequest
 from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.loading.hub import local_folder
+from diffgen.loading.index import read_index
 from diffgen.media.save import SaveOptions, check_save, save_result
 from diffgen.params import Limits, ModelSpec, SamplingParams, nearest_name, parse_params
 from diffgen.result import GenerationResult
@@ -69,6 +71,9 @@ class DiffGenerator:
         """
         options |= {"model_path": model_path, "num_gpus": num_gpus, "device": device, "dtype": _dtype_name(dtype)}
         args = _server_args(options, limits)
+        folder = local_folder(args.model)
+        if folder is not None:
+            read_index(folder, args.model.variant)  # what is missing shows before any process is started
         connections: list[Connection] = []
 
         def fail(error: DiffgenError) -> None:
@@ -80,6 +85,8 @@ class DiffGenerator:
             supervisor.start()
             connection = Connection(supervisor.socket)
             connections.append(connection)
+            if supervisor.failure is not None:
+                raise supervisor.failure
             model = connection.wait_ready(_HELLO_S)
         except BaseException:
             supervisor.stop()
@@ -104,8 +111,9 @@ class DiffGenerator:
 
     @property
     def address(self) -> str:
-        """Where other processes of this user can :meth:`connect`."""
-        return self._connection.address
+        """Where others can :meth:`connect`: the address asked for, else a socket for processes of this user."""
+        listens = None if self._supervisor is None else self._supervisor.address
+        return self._connection.address if listens is None else listens
 
     def ranks(self) -> list[RankStatus]:
         """What each rank last said of itself; empty for a server of another process."""

@@ -112,6 +112,10 @@ class WorkerDied(ServerError):
     default_retryable = True
 
 
+# The code of a WorkerDied that tells only that another rank is gone.
+PEER_LOST = "peer_lost"
+
+
 class ServerClosed(ServerError):
     default_code = "server_closed"
 

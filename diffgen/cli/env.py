@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 
 import diffgen
@@ -24,7 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{package}: {version}")
     import torch
 
-    print(f"cpu: {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads")
+    from diffgen.loading.device import cores
+
+    print(f"cpu: {cores()} cores, {torch.get_num_threads()} threads")
     print(f"cuda: {torch.version.cuda or 'not in this build of torch'}")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from diffgen.errors import PEER_LOST, WorkerDied
 
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
 _NEVER = datetime.timedelta(days=1)
@@ -26,6 +29,15 @@ class RankInfo:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+
+@contextlib.contextmanager
+def _peers_needed() -> Iterator[None]:
+    """A collective fails when a peer has gone; the reason is the peer's to tell, and the supervisor hears it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerDied(f"lost contact with another rank: {error}", code=PEER_LOST) from error
 
 
 class Control:
@@ -48,7 +60,8 @@ class Control:
         if self.info.leads:
             head = len(data).to_bytes(8, "big") + data[:room]
             first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(first, src=0, group=self._group)
+        with _peers_needed():
+            dist.broadcast(first, src=0, group=self._group)
         raw = first.numpy().tobytes()
         length = int.from_bytes(raw[:8], "big")
         if length <= room:
@@ -56,7 +69,8 @@ class Control:
         rest = torch.zeros(length - room, dtype=torch.uint8)
         if self.info.leads:
             rest[:] = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
-        dist.broadcast(rest, src=0, group=self._group)
+        with _peers_needed():
+            dist.broadcast(rest, src=0, group=self._group)
         return raw[8:] + rest.numpy().tobytes()
 
     def gather_vote(self, vote: Sequence[int]) -> list[list[int]]:
@@ -64,9 +78,7 @@ class Control:
         mine = torch.tensor(vote, dtype=torch.int64)
         if self._group is None:
             return [mine.tolist()]
-        votes = [torch.empty_like(mine) for _ in range(self.info.size)]
-        dist.all_gather(votes, mine, group=self._group)
-        return [other.tolist() for other in votes]
+        return [other.tolist() for other in self._all_gather(mine)]
 
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank, cut to 2 KiB."""
@@ -76,9 +88,13 @@ class Control:
         mine = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        texts = [torch.empty_like(mine) for _ in range(self.info.size)]
-        dist.all_gather(texts, mine, group=self._group)
-        return [other.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for other in texts]
+        return [other.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for other in self._all_gather(mine)]
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(mine) for _ in range(self.info.size)]
+        with _peers_needed():
+            dist.all_gather(gathered, mine, group=self._group)
+        return gathered
 
 
 def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
@@ -88,6 +104,11 @@ def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
     """
     if info.size == 1:
         return Control(info, None)
+    with _peers_needed():
+        return _join(info, rendezvous, device)
+
+
+def _join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
     store = dist.FileStore(str(rendezvous), info.size)  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=_NEVER)

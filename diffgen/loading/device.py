@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -21,12 +22,18 @@ def choose_device(run: RunArgs, info: RankInfo) -> torch.device:
         device = torch.device("cuda", info.rank)
         torch.cuda.set_device(device)
         return device
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine talk on the loopback interface
+    # Ranks of one machine talk on the loopback interface.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
+        torch.set_num_threads(max(1, cores() // info.size))
     return torch.device("cpu")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

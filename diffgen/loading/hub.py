@@ -16,9 +16,21 @@ _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 
 def resolve_model(model: ModelArgs) -> Path:
-    """The folder of ``model.model_path``, downloaded if it is a Hub id. A local path never goes to the network.
+    """The folder of ``model.model_path``, downloaded if it is a Hub id.
 
     Honours the Hub's environment (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...). Raises :class:`ModelError`.
+    """
+    folder = local_folder(model)
+    if folder is not None:
+        return folder
+    assert model.model_path is not None
+    return _download(model.model_path, model.revision)
+
+
+def local_folder(model: ModelArgs) -> Path | None:
+    """The folder of a model that is bundled or local, without a look at the network; None for a Hub id.
+
+    Raises :class:`ModelError` for a path that is not there, and for a name that can be neither.
     """
     name = model.model_path
     if name is None:
@@ -31,7 +43,7 @@ def resolve_model(model: ModelArgs) -> Path:
     if name.startswith((".", "/", "~")) or os.sep * 2 in name or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         kinds = "an existing folder or a Hub id such as org/name"
         raise ModelError(f"no such directory: {name!r}; a model is {kinds}", code="model_not_found")
-    return _download(name, model.revision)
+    return None
 
 
 def _download(repo: str, revision: str | None) -> Path:

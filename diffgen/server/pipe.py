@@ -33,9 +33,10 @@ class Stop(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The model is loaded and every group has run a collective."""
+    """The model is loaded and every group has run a collective. ``address`` is where rank 0 listens for others."""
 
     model: str
+    address: str | None = None
 
 
 class Heartbeat(_Message, frozen=True):

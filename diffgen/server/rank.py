@@ -41,6 +41,7 @@ def main() -> None:
         level=start.args.run.log_level.upper(),
         format=f"%(asctime)s rank {start.rank} %(levelname)s %(name)s: %(message)s",
     )
+    threading.excepthook = lambda failed: _fail(pipe, failed.exc_value or RuntimeError("a thread failed"))
     stops: queue.SimpleQueue[Any] = queue.SimpleQueue()
     watch = _Watch(pipe, start, parent, stops)
     try:
@@ -48,9 +49,13 @@ def main() -> None:
     except BaseException as error:
         # The border of the process: the parent must learn the reason before it sees the pipe close.
         logger.debug("rank %d ends", start.rank, exc_info=True)
-        pipe.send(RankError(_as_diffgen_error(error).info()))
-        _exit(1)
+        _fail(pipe, error)
     _exit(0)
+
+
+def _fail(pipe: Pipe[ToRank], error: BaseException) -> None:
+    pipe.send(RankError(_as_diffgen_error(error).info()))
+    _exit(1)
 
 
 def _exit(code: int) -> None:
@@ -160,8 +165,7 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
 
     scheduler = Scheduler(worker.pipeline.spec, start.args.limits, start.args.run, uuid.uuid4().hex)
     router = Router(start.socket, start.args.listen, inbox)
-    pipe.send(Ready(worker.pipeline.spec.name))
-    clients: set[bytes] = set()
+    pipe.send(Ready(worker.pipeline.spec.name, router.address))
 
     def broadcast(plan: Any) -> None:
         worker.control.broadcast(msgspec.msgpack.encode(plan))
@@ -172,7 +176,6 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
             if isinstance(item, Stop):
                 stopping = True
                 continue
-            clients.add(item[0])
             for client, answer in scheduler.handle(*item):
                 router.send(client, answer)
         if stopping or scheduler.idle:
@@ -192,9 +195,7 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
             result, tensor = make_result(req, job.timings, worker.executor.device)
             router.send(job.client, result, tensor)
     broadcast(scheduler.stop())
-    for client in clients:
-        router.send(client, Closing())
-    router.close()
+    router.close(Closing())
 
 
 def _received(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:

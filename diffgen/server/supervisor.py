@@ -13,16 +13,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from diffgen.args import ServerArgs, check_args
-from diffgen.errors import DiffgenError, StartFailed, WorkerDied, error_from
+from diffgen.errors import PEER_LOST, DiffgenError, StartFailed, WorkerDied, error_from
 from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Pipe, RankError, Ready, Start, Stop
 
 # Longer than any garbage collection or page fault: a rank that is this silent is stopped or gone.
 SILENCE_S = 60.0
 _STOP_S = 10.0
+_EXPLAIN_S = 1.0
 _MAX_SOCKET_PATH = 100  # of the 107 bytes that the system allows
 
 
@@ -32,7 +33,7 @@ class RankStatus:
 
     rank: int
     pid: int
-    ready: bool = False
+    ready: Ready | None = None
     last_seen: float = 0.0
     heartbeat: Heartbeat | None = None
     error: DiffgenError | None = None
@@ -61,7 +62,14 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._changed = threading.Condition()
         self._stopping = False
-        self._failure: DiffgenError | None = None
+        self.failure: DiffgenError | None = None
+        self._watcher = threading.Thread(target=self._watch, name="diffgen-supervisor", daemon=True)
+
+    @property
+    def address(self) -> str | None:
+        """Where rank 0 listens for others, once it is ready."""
+        ready = self._ranks[0].status.ready if self._ranks else None
+        return None if ready is None or self.args.listen.address is None else ready.address
 
     def start(self) -> None:
         """Start every rank and wait until all are ready.
@@ -72,15 +80,15 @@ class Supervisor:
         try:
             for rank in range(self.args.run.num_gpus):
                 self._ranks.append(self._spawn(rank))
-            threading.Thread(target=self._watch, name="diffgen-supervisor", daemon=True).start()
+            self._watcher.start()
             timeout = self.args.run.start_timeout
             with self._changed:
-                done = self._changed.wait_for(lambda: self._failure is not None or self._all_ready(), timeout)
+                done = self._changed.wait_for(lambda: self.failure is not None or self._all_ready(), timeout)
             if not done:
-                late = [rank.status.rank for rank in self._ranks if not rank.status.ready]
+                late = [rank.status.rank for rank in self._ranks if rank.status.ready is None]
                 raise StartFailed(f"ranks {late} were not ready after {timeout:g} s; see start_timeout")
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
         except BaseException:
             self._end_all()
             raise
@@ -96,7 +104,7 @@ class Supervisor:
             if self._stopping and not self._ranks:
                 return
             self._stopping = True
-        if self._ranks and self._all_ready() and self._failure is None:
+        if self._ranks and self._all_ready() and self.failure is None:
             self._ranks[0].pipe.send(Stop())
             deadline = time.monotonic() + _STOP_S
             for rank in self._ranks:
@@ -124,56 +132,63 @@ class Supervisor:
         return _Rank(process, pipe, RankStatus(rank, process.pid, last_seen=time.monotonic()))
 
     def _all_ready(self) -> bool:
-        return all(rank.status.ready for rank in self._ranks)
+        return all(rank.status.ready is not None for rank in self._ranks)
 
     def _watch(self) -> None:
-        open_pipes = {rank.pipe.connection: rank for rank in self._ranks}
-        while open_pipes and not (self._stopping or self._failure is not None):
-            for connection in multiprocessing.connection.wait(list(open_pipes), timeout=1.0):
+        ranks = list(self._ranks)
+        open_pipes = {rank.pipe.connection: rank for rank in ranks}
+        ended_at: float | None = None  # of the first rank
+        while not (self._stopping or self.failure is not None):
+            for connection in multiprocessing.connection.wait(list(open_pipes), timeout=0.2):
                 rank = open_pipes[connection]  # type: ignore[index]
                 try:
                     self._on_message(rank, rank.pipe.receive())
                 except EOFError:
                     del open_pipes[rank.pipe.connection]
-                    self._on_end(rank)
-            self._check_silence()
+                    ended_at = ended_at or time.monotonic()
+            if ended_at is not None:
+                self._explain_end(ranks, open_pipes.values(), time.monotonic() - ended_at)
+            self._check_silence(ranks)
 
     def _on_message(self, rank: _Rank, message: FromRank) -> None:
         with self._changed:
             rank.status.last_seen = time.monotonic()
             match message:
                 case Ready():
-                    rank.status.ready = True
+                    rank.status.ready = message
                 case Heartbeat():
                     rank.status.heartbeat = message
                 case RankError():
                     rank.status.error = error_from(message.error)
             self._changed.notify_all()
 
-    def _on_end(self, rank: _Rank) -> None:
-        """A rank's pipe has closed: what it said last is the reason, else how its process ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(2.0)
-        error = rank.status.error
-        if error is None:
-            kind = WorkerDied if self._all_ready() else StartFailed
-            self._fail(kind(f"rank {rank.status.rank} (pid {rank.status.pid}) {_ending(rank.process)}"))
-        else:
-            message = f"rank {rank.status.rank}: {error.message}"
-            self._fail(type(error)(message, code=error.code, retryable=error.retryable, param=error.param))
+    def _explain_end(self, ranks: list[_Rank], alive: Collection[_Rank], seconds: float) -> None:
+        """Some rank has ended. The reason is what it said, else how its process ended; that it lost its peers is one
+        only if nothing better turns up within a second."""
+        ended = [rank for rank in ranks if rank not in alive]
+        late = seconds > _EXPLAIN_S
+        for rank in ended:
+            error = rank.status.error
+            if error is not None and (late or error.code != PEER_LOST):
+                message = f"rank {rank.status.rank}: {error.message}"
+                return self._fail(type(error)(message, code=error.code, retryable=error.retryable, param=error.param))
+            if error is None and (late or rank.process.poll() is not None):
+                kind = WorkerDied if self._all_ready() else StartFailed
+                return self._fail(kind(f"rank {rank.status.rank} (pid {rank.status.pid}) {_ending(rank.process)}"))
+        return None
 
-    def _check_silence(self) -> None:
-        for rank in self._ranks:
+    def _check_silence(self, ranks: list[_Rank]) -> None:
+        for rank in ranks:
             silent = time.monotonic() - rank.status.last_seen
-            if rank.status.ready and silent > SILENCE_S:
+            if rank.status.ready is not None and silent > SILENCE_S:
                 self._fail(WorkerDied(f"rank {rank.status.rank} has given no sign of life for {silent:.0f} s"))
 
     def _fail(self, error: DiffgenError) -> None:
         with self._changed:
-            if self._stopping or self._failure is not None:
+            if self._stopping or self.failure is not None:
                 return
             started = self._all_ready()
-            self._failure = error
+            self.failure = error
             self._changed.notify_all()
         if started:
             self._end_all()
@@ -188,6 +203,9 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
+        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+            self._watcher.join()
+        for rank in ranks:
             rank.pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -136,6 +136,14 @@ class Connection:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            # The border of the thread: without it nobody would answer those who wait.
+            self.end(ConnectionFailed(f"the connection to {self.address} broke: {type(error).__name__}: {error}"))
+            raise
+
+    def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._outgoing.fileno(), zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)

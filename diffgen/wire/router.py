@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import socket as socketlib
 import threading
 from typing import Any
 
@@ -37,6 +39,8 @@ class Router:
         self._authenticator: ThreadAuthenticator | None = None
         if listen.address is not None:
             self._sockets.append(self._bind(listen.address, listen.token))
+        last = self._sockets[-1].getsockopt(zmq.LAST_ENDPOINT)
+        self.address = last.rstrip(b"\0").decode() if isinstance(last, bytes) else str(last)
         self._owner: dict[bytes, zmq.Socket[bytes]] = {}
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
@@ -55,6 +59,7 @@ class Router:
             self._authenticator.start()
             self._authenticator.configure_plain(domain="*", passwords={USER: token})
             socket.plain_server = True
+        _refuse_live_ipc(address)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -64,8 +69,10 @@ class Router:
     def send(self, client: bytes, message: msgspec.Struct, tensor: Any = None) -> None:
         self._outgoing.put((client, codec.encode(message, tensor)))
 
-    def close(self) -> None:
-        """Send what is waiting, then close the sockets."""
+    def close(self, farewell: msgspec.Struct) -> None:
+        """Send what is waiting and ``farewell`` to every client, then close the sockets."""
+        for client in list(self._owner):
+            self.send(client, farewell)
         self._outgoing.put(None)
         self._thread.join()
         if self._authenticator is not None:
@@ -122,3 +129,16 @@ class Router:
     def _deliver(self, socket: zmq.Socket[bytes], client: bytes, frames: list[bytes | memoryview]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the client has left
             socket.send_multipart([client, *frames], copy=False)
+
+
+def _refuse_live_ipc(address: str) -> None:
+    """ZMQ takes over the path of an ipc address, also from a server that still listens there."""
+    path = address.removeprefix("ipc://")
+    if path == address or not os.path.exists(path):
+        return
+    with socketlib.socket(socketlib.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise StartFailed(f"cannot listen at {address}: another server does; choose another path", code="address_in_use")

@@ -24,8 +24,8 @@ _OK, _FAILED = 0, 1
 class Progress:
     """What a rank says of itself in its heartbeat: ``fingerprint`` sums up every value it has committed."""
 
+    units: dict[str, int]
     tick: int = 0
-    units: dict[str, int] = dataclasses.field(default_factory=dict)
     fingerprint: int = 0
     unit_since: float | None = None
 
@@ -37,7 +37,8 @@ class GPUWorker:
         self.pipeline = pipeline
         self.executor = executor
         self.control = control
-        self.progress = Progress()
+        # All keys from the start: the heartbeat's thread reads the dict while this one counts.
+        self.progress = Progress(units={stage.name: 0 for stage in pipeline.stages})
         self._reqs: dict[str, Req] = {}
 
     def tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
@@ -125,7 +126,7 @@ class GPUWorker:
             outcomes.append(Outcome(req.id, stage.name, step, total, position))
             if position is None:
                 finished[req.id] = self._reqs.pop(req.id)
-        self.progress.units[stage.name] = self.progress.units.get(stage.name, 0) + len(reqs)
+        self.progress.units[stage.name] += len(reqs)
         return outcomes, finished
 
     def _position(self, req: Req) -> Position | None:
