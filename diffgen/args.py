@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,6 +10,8 @@ from msgspec import Meta
 
 from diffgen.errors import InvalidRequest
 from diffgen.params import Limits, nearest_name, refuse
+
+MAX_LIMIT = 10**15  # "no limit" in practice, and exact in every number format
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -44,7 +47,8 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 4
     max_running: Annotated[int, Meta(description="requests in flight at a time", extra={"min": 1})] = 8
     start_timeout: Annotated[
-        float, Meta(description="seconds until a start that is not done counts as failed", extra={"min": 1})
+        float,
+        Meta(description="seconds until a start that is not done counts as failed", extra={"min": 1, "max": 604800}),
     ] = 1800.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe log line to print")
@@ -79,14 +83,23 @@ def check_args(args: ServerArgs) -> None:
         if "max" in rules and value > rules["max"]:
             refuse(field.name, f"{field.name} is {value}; it must be at most {rules['max']}")
     for field in msgspec.structs.fields(Limits):
-        if getattr(args.limits, field.name) < 1:
-            value = getattr(args.limits, field.name)
-            refuse("limit", f"limit {field.name} is {value}; it must be at least 1")
+        value = getattr(args.limits, field.name)
+        if not 1 <= value <= MAX_LIMIT:
+            refuse("limit", f"limit {field.name} is {value}; it must be from 1 to {MAX_LIMIT}")
     address = args.listen.address
     if address is not None and not address.startswith(("tcp://", "ipc://")):
         refuse("address", f"address {address!r} must be tcp://HOST:PORT or ipc://PATH")
     if address is not None and address.startswith("tcp://") and not args.listen.token:
         refuse("token", f"{address} can be reached by others; give a token that clients must show")
+    if args.listen.token is not None:
+        check_token(args.listen.token)
+
+
+def check_token(token: str) -> None:
+    """What the transport can carry. Raises :class:`InvalidRequest`, without the token itself in the text."""
+    size = len(token.encode(errors="replace"))
+    if not token.isprintable() or not 1 <= size <= 255:
+        refuse("token", f"a token of {size} bytes: it must be 1 to 255 bytes of printable text; choose another")
 
 
 def parse_limits(items: list[str]) -> Limits:
@@ -95,8 +108,9 @@ def parse_limits(items: list[str]) -> Limits:
     values: dict[str, int] = {}
     for item in items:
         name, sign, value = item.partition("=")
-        if not sign or not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise InvalidRequest(f"limit {item!r} must be NAME=VALUE with a whole number of 1 or more", param="limit")
+        if not sign or re.fullmatch("[0-9]{1,18}", value) is None or not 1 <= int(value) <= MAX_LIMIT:
+            rule = f"must be NAME=VALUE with a whole number from 1 to {MAX_LIMIT}, such as steps=100"
+            raise InvalidRequest(f"limit {item!r:.100} {rule}", param="limit")
         if name not in known:
             raise InvalidRequest(f"unknown limit {name!r}; {nearest_name(name, known)}", param="limit")
         values[name] = int(value)

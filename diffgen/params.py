@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import operator
 import re
 import secrets
@@ -23,6 +24,7 @@ from msgspec import Meta
 from diffgen.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+MAX_TEXT = 2**19  # bytes of one text: a request with all its texts stays well below what a message may hold
 
 # Keys of ``Meta.extra``: min/max bound the value, above is an open lower bound, batch marks a field that two requests
 # must share to run in one forward, alias is a second name, cli=False keeps a field out of the command line.
@@ -49,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="length of a clip, rounded to frames the model can make; num_frames wins", extra={"above": 0}),
     ] = None
     fps: Annotated[
-        float | None, Meta(description="frames a second of a saved clip", extra={"above": 0, "max": 240})
+        float | None, Meta(description="frames a second of a saved clip", extra={"min": 0.01, "max": 240})
     ] = None
     num_inference_steps: Annotated[int | None, Meta(description="denoising steps", extra={"min": 1})] = None
     guidance_scale: Annotated[
@@ -140,17 +142,37 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 def _canonical(values: Mapping[str, object]) -> dict[str, object]:
     found: dict[str, object] = {}
+    given: dict[str, str] = {}
     for key, value in values.items():
         name = _ALIASES.get(key, key)
         if name not in _FIELDS:
             remedy = nearest_name(key, [*_FIELDS, *_ALIASES])
             raise InvalidRequest(f"unknown parameter {key!r}; {remedy}", code="unknown_parameter", param=key)
         if name in found:
-            refuse(name, f"{key} and {name} are the same parameter; give one of them")
-        if hasattr(value, "__index__") and not isinstance(value, bool | int):
-            value = operator.index(value)  # numpy integers
-        found[name] = value
+            refuse(name, f"{given[name]} and {key} are the same parameter; give one of them")
+        found[name], given[name] = _plain(value), key
     return found
+
+
+def _plain(value: object) -> object:
+    """Numbers and texts of other libraries, such as numpy's, as Python's own; anything else as it is."""
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if hasattr(value, "__index__"):
+        try:
+            return operator.index(value)
+        except TypeError:
+            return value  # an array of several numbers, say
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _shown(value: object) -> str:
+    """A value for an error text, short."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest
+    return f"{value!r:.200}"
 
 
 def parse_params(values: Mapping[str, object]) -> SamplingParams:
@@ -164,8 +186,8 @@ def parse_params(values: Mapping[str, object]) -> SamplingParams:
     for name, value in found.items():
         try:
             msgspec.convert(value, _FIELDS[name].type, strict=True)
-        except (msgspec.ValidationError, TypeError):
-            refuse(name, f"{name} is {value!r:.200}; it must be {_type_words(_FIELDS[name].type)}")
+        except (msgspec.ValidationError, TypeError, OverflowError):
+            refuse(name, f"{name} is {_shown(value)}; it must be {_type_words(_FIELDS[name].type)}")
     try:
         params = msgspec.convert(found, SamplingParams, strict=True)
     except msgspec.ValidationError as error:
@@ -193,23 +215,25 @@ def check_params(params: SamplingParams) -> None:
     count = params.num_outputs_per_prompt or 1
     if params.seed is not None and params.seed > MAX_SEED - (count - 1):
         rule = f"seed + outputs - 1 must be at most 2**63 - 1 ({MAX_SEED})"
-        refuse("seed", f"seed {params.seed} with {count} output(s): {rule}; use a smaller seed")
+        refuse("seed", f"seed {_shown(params.seed)} with {count} output(s): {rule}; use a smaller seed")
 
 
 def _check_text(name: str, value: str) -> None:
     if "\0" in value:
         refuse(name, f"{name} holds a NUL character at position {value.index(chr(0))}; remove it")
     try:
-        value.encode()
+        size = len(value.encode())
     except UnicodeEncodeError as error:
         refuse(name, f"{name} holds half of a surrogate pair at position {error.start}; send valid Unicode")
+    if size > MAX_TEXT:
+        refuse(name, f"{name} has {size} bytes; a text may have at most {MAX_TEXT}; shorten it", f"{name}_too_long")
 
 
 def _check_range(name: str, value: float, rules: Mapping[str, float]) -> None:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         refuse(name, f"{name} is {value}; it must be a finite number")
-    if abs(value) > MAX_SEED and name != "seed":
-        refuse(name, f"{name} is {value}; it must fit in 64 bits")
+    if abs(value) > MAX_SEED and not (name == "seed" and value > 0):
+        refuse(name, f"{name} is {_shown(value)}; it must fit in 64 bits")
     if "min" in rules and value < rules["min"]:
         refuse(name, f"{name} is {value}; it must be at least {rules['min']}")
     if "above" in rules and value <= rules["above"]:
@@ -286,7 +310,7 @@ def _resolve_frames(params: SamplingParams, model: ModelSpec, warnings: list[str
             refuse("seconds", f"seconds={params.seconds} at {fps} frames a second is too long; ask for less")
         stride = max(model.frame_stride, 1)
         frames = max(0, round((exact - 1) / stride)) * stride + 1
-        changes["num_frames"] = frames
+        changes |= {"num_frames": frames, "seconds": None}
         if frames != exact:
             lasts = f"{frames / fps:.3f} s"
             warnings.append(
@@ -337,10 +361,12 @@ def _resolve_guidance(
     if asked.negative_prompt and not guided:
         why = "this model has no classifier-free guidance"
         if model.guidance_off is not None:
-            why = f"guidance_scale {resolved.guidance_scale:g} is off; it must be more than {model.guidance_off:g}"
+            why = f"guidance_scale {resolved.guidance_scale} is off; it must be more than {model.guidance_off:g}"
         warnings.append(f"negative_prompt has no effect: {why}")
     if resolved.guidance_scale_2 is not None and not model.has_second_guidance:
         refuse("guidance_scale_2", "this model has one denoiser; remove guidance_scale_2", "unsupported_parameter")
+    if asked.guidance_scale_2 is not None and not guided:
+        warnings.append(f"guidance_scale_2 has no effect: guidance_scale {resolved.guidance_scale} turns guidance off")
     if model.has_second_guidance and resolved.guidance_scale_2 is None:
         return msgspec.structs.replace(resolved, guidance_scale_2=resolved.guidance_scale)
     return resolved
@@ -364,7 +390,8 @@ def _check_sampler(params: SamplingParams, model: ModelSpec) -> None:
     longest = model.longest_text
     if longest is not None and (params.max_sequence_length or 0) > longest:
         given = params.max_sequence_length
-        refuse("max_sequence_length", f"max_sequence_length {given} is over the {longest} of this text encoder")
+        rule = f"this text encoder reads at most {longest} tokens; use {longest} or less"
+        refuse("max_sequence_length", f"max_sequence_length is {given}; {rule}")
 
 
 def rational_fps(fps: float) -> Fraction:
@@ -374,4 +401,6 @@ def rational_fps(fps: float) -> Fraction:
     if fps == round(fps):
         return Fraction(round(fps))
     ntsc = Fraction(math.ceil(fps) * 1000, 1001)
-    return ntsc if abs(float(ntsc) - fps) < 0.005 else Fraction(fps).limit_denominator(1000)
+    rate = ntsc if fps > 10 and abs(float(ntsc) - fps) < 0.005 else Fraction(fps).limit_denominator(1000)
+    # Slower than a frame in 1,000 s would become 0, which the encoder takes for "unset".
+    return rate or Fraction(1, math.ceil(1 / fps))
