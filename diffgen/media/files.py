@@ -16,6 +16,9 @@ from diffgen.errors import OutputError
 MAX_SLUG = 80  # bytes: file systems count bytes, and the seed, index and extension follow
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10))}
 
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+_ELSEWHERE = "choose another folder by output_path"
+
 
 def slug(prompt: str) -> str:
     """A file name's stem from a prompt: letters and digits of any script, the rest to dashes, at most 80 bytes."""
@@ -26,12 +29,21 @@ def slug(prompt: str) -> str:
     return f"{text}-" if text.lower() in _RESERVED else text or "output"
 
 
+def without_extension(name: str) -> str:
+    """The stem of a name the user chose: whether it ends in .png or .mp4, the output's kind decides."""
+    return re.sub(r"\.(png|mp4)$", "", name, flags=re.IGNORECASE)
+
+
 def check_stem(name: str) -> str:
     """A stem the user chose. Raises :class:`OutputError` if it could leave the folder or is not a name."""
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise OutputError(f"output_file_name {name!r} must be a plain file name; choose the folder by output_path")
-    if len(name.encode()) > 200:
-        raise OutputError(f"output_file_name has {len(name.encode())} bytes; use at most 200")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise OutputError(f"output_file_name {name!r} is not valid Unicode at position {error.start}") from None
+    if size > 200:
+        raise OutputError(f"output_file_name has {size} bytes; use at most 200")
     return name
 
 
@@ -39,10 +51,11 @@ def check_folder(folder: Path) -> Path:
     """Make a folder and make sure that it can be written to. Raises :class:`OutputError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make the output folder {str(folder)!r}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"cannot make the output folder {str(folder)!r}: {reason}; {_ELSEWHERE}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write to the output folder {str(folder)!r}: choose another by output_path")
+        raise OutputError(f"cannot write to the output folder {str(folder)!r}: no permission; {_ELSEWHERE}")
     return folder
 
 
@@ -63,8 +76,8 @@ def write(folder: Path, stem: str, extension: str, save: Callable[[Path], None],
             return target
         return _name_without_clobbering(temporary, folder, stem, extension)
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise OutputError(f"cannot write {stem}.{extension} to {str(folder)!r}: {reason}") from None
+        reason = _FULL.get(error.errno or 0) or error.strerror or str(error)
+        raise OutputError(f"cannot write {stem}.{extension} to {str(folder)!r}: {reason}; {_ELSEWHERE}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

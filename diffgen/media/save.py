@@ -20,7 +20,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     output_path: Annotated[str, Meta(description="folder for the files")]
     output_file_name: Annotated[
-        str | None, Meta(description="stem of the file names; made from prompt and seed when unset")
+        str | None, Meta(description="name of the files, with or without .png or .mp4; from prompt and seed when unset")
     ] = None
     overwrite: Annotated[bool, Meta(description="replace files of the same name instead of numbering new ones")] = False
 
@@ -29,7 +29,7 @@ def check_save(options: SaveOptions, params: SamplingParams) -> None:
     """Everything that can be known to fail before the work. Raises :class:`OutputError` or ``InvalidRequest``."""
     files.check_folder(Path(options.output_path))
     if options.output_file_name is not None:
-        files.check_stem(options.output_file_name)
+        files.check_stem(files.without_extension(options.output_file_name))
     if params.output_type == "latent":
         raise OutputError("latents are not pictures: leave output_path out with output_type='latent'")
 
@@ -42,7 +42,7 @@ def save_result(result: GenerationResult, options: SaveOptions) -> list[Path]:
         if options.output_file_name is None:
             stem = f"{files.slug(result.params.prompt)}_{seed}_{index:02d}"
         else:
-            stem = options.output_file_name + (f"_{index:02d}" if len(pixels) > 1 else "")
+            stem = files.without_extension(options.output_file_name) + (f"_{index:02d}" if len(pixels) > 1 else "")
         if result.is_video:
             assert result.params.fps is not None, "a model of clips has a default fps"
             write, extension = partial(encode.save_mp4, clip, fps=result.params.fps), "mp4"
