@@ -12,7 +12,8 @@ from diffgen.errors import ModelError
 BUNDLED = Path(__file__).resolve().parents[1] / "shapes"
 
 # Weights as safetensors and everything small; a pipeline's own .py, pickles and other frameworks' files stay away.
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+# So do weights beside model_index.json: they are the same model again, as one file.
+_PATTERNS = ["*.json", "*/*.safetensors", "*.txt", "*.model", "*.md"]
 
 
 def resolve_model(model: ModelArgs) -> Path:
@@ -35,14 +36,19 @@ def local_folder(model: ModelArgs) -> Path | None:
     name = model.model_path
     if name is None:
         return BUNDLED
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            return path.resolve()
+        is_file = bool(name) and path.exists()
+    except (OSError, RuntimeError) as error:  # too long, not ours to read, or "~" of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"cannot look at model_path {name!r:.200}: {reason}", code="model_not_found") from None
+    if is_file:
         raise ModelError(f"{name} is a file; give the folder that holds model_index.json", code="model_not_found")
     if name.startswith((".", "/", "~")) or os.sep * 2 in name or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         kinds = "an existing folder or a Hub id such as org/name"
-        raise ModelError(f"no such directory: {name!r}; a model is {kinds}", code="model_not_found")
+        raise ModelError(f"no such directory: {name!r:.200}; a model is {kinds}", code="model_not_found")
     return None
 
 
@@ -61,6 +67,7 @@ def _download(repo: str, revision: str | None) -> Path:
     except errors.LocalEntryNotFoundError:
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
         reason = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else "the Hub cannot be reached"
+        reason += "; download it first, or give a folder"
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
     raise ModelError(f"cannot get {repo!r} and no folder has that name: {reason}", code="model_not_found")

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from diffgen.errors import ModelError
-from diffgen.params import SamplingParams, nearest_name
+from diffgen.errors import InvalidRequest, ModelError
+from diffgen.params import SamplingParams, nearest_name, parse_params
 
+# What a request says for itself, or in another way (size is width and height), has no default of the model's.
+_DEFAULTS = {field.name for field in msgspec.structs.fields(SamplingParams)} - {
+    "prompt",
+    "size",
+    "seconds",
+    "seed",
+    "output_type",
+}
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -32,14 +41,17 @@ class ModelIndex:
         path = self.folder / "diffgen.json"
         if not path.exists():
             return {}
-        values = _read_json(path).get("defaults", {})
-        known = {field.name for field in msgspec.structs.fields(SamplingParams)}
+        data = _read_json(path)
+        values = data.get("defaults", {})
+        if not isinstance(values, dict) or set(data) - {"defaults"}:
+            rule = 'must be {"defaults": {"NAME": VALUE, ...}} and nothing else'
+            raise ModelError(f"{path} has the keys {sorted(data)}; it {rule}", code="model_incomplete")
         for name in values:
-            if name not in known:
-                raise ModelError(f"{path}: unknown default {name!r}; {nearest_name(name, known)}")
+            if name not in _DEFAULTS:
+                raise ModelError(f"{path}: unknown default {name!r}; {nearest_name(name, _DEFAULTS)}")
         try:
-            msgspec.convert({"prompt": "", **values}, SamplingParams)
-        except msgspec.ValidationError as error:
+            parse_params({"prompt": "", **values})
+        except InvalidRequest as error:
             raise ModelError(f"{path}: {error}") from None
         return dict(values)
 
@@ -66,7 +78,7 @@ def read_index(folder: Path, variant: str | None) -> ModelIndex:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}", code="model_incomplete") from None
     if not isinstance(data, dict):
@@ -81,16 +93,24 @@ def _missing(folder: Path, variant: str | None) -> list[str]:
     if not any(folder.glob("*.json")):
         return [f"no configuration in {folder.name}/"]
     if not (folder / "config.json").exists():
-        return []  # a tokenizer, scheduler or processor
+        # A tokenizer, scheduler or processor has a configuration of another name, and no weights.
+        return [f"no {folder.name}/config.json"] if any(folder.glob("*.safetensors*")) else []
     infix = f".{variant}" if variant else ""
     shards = sorted(folder.glob(f"*.safetensors.index{infix}.json"))
     if shards:
         named = set(_read_json(shards[0]).get("weight_map", {}).values())
         return [f"no {folder.name}/{name}" for name in sorted(named) if not (folder / name).exists()]
-    if any(folder.glob(f"*{infix}.safetensors")):
+    files = {path.name.removesuffix(".safetensors") for path in folder.glob("*.safetensors")}
+    whole = {name for name in files if not re.search(r"-\d+-of-\d+$", name)}
+    present = {name.partition(".")[2] for name in whole}
+    if (variant or "") in present:
         return []
-    if variant and any(folder.glob("*.safetensors")):
-        return [f"no weights of variant {variant!r} in {folder.name}/"]
+    if present:
+        wanted = f"weights of variant {variant!r}" if variant else "weights without a variant"
+        there = ", ".join(f"variant {name!r}" if name else "no variant" for name in sorted(present))
+        return [f"no {wanted} in {folder.name}/ (there: {there})"]
+    if files:
+        return [f"no *.safetensors.index{infix}.json in {folder.name}/, which names the shards"]
     unsafe = [entry.name for entry in folder.iterdir() if entry.suffix in _UNSAFE]
     if unsafe:
         return [f"{folder.name}/ has only {unsafe[0]}, which can run code; convert it to safetensors"]
