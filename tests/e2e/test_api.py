@@ -1,0 +1,357 @@
+"""The Python API against real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from processes import DIFFGEN, leftovers, run_root, wait_until
+
+from diffgen import DiffGenerator, SamplingParams
+from diffgen.errors import (
+    ConnectionFailed,
+    InvalidRequest,
+    ModelError,
+    OutputError,
+    QueueFull,
+    RequestCancelled,
+    ServerClosed,
+)
+from diffgen.params import Limits
+from diffgen.wire.messages import Accepted, Progress
+
+FAST: dict[str, Any] = {"num_inference_steps": 2, "width": 64, "height": 64, "num_frames": 1}
+LONG: dict[str, Any] = {**FAST, "num_inference_steps": 900}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_wan: Path) -> Iterator[DiffGenerator]:
+    """One rank that also listens on TCP, with a short queue."""
+    with DiffGenerator.from_pretrained(
+        str(tiny_wan), device="cpu", address="tcp://127.0.0.1:*", token="open sesame", limits=Limits(queue=6)
+    ) as generator:
+        yield generator
+
+
+def test_one_prompt(server: DiffGenerator) -> None:
+    result = server.generate("a red circle", seed=5, **FAST)
+    assert isinstance(result.images[0], Image.Image)
+    assert result.images[0].size == (64, 64)
+    assert result.seed == 5
+    assert result.params.guidance_scale == server.model.defaults["guidance_scale"]
+    assert set(result.timings) == {"queue", "encode", "timesteps", "latents", "denoise", "decode", "total"}
+    assert result.timings["total"] >= result.timings["denoise"] > 0
+    assert result.peak_memory_mb > 50
+    assert result.paths == []
+
+
+def test_a_drawn_seed_makes_the_same_pixels_again(server: DiffGenerator) -> None:
+    first = server.generate("a", **FAST)
+    again = server.generate("a", seed=first.seed, **FAST)
+    other = server.generate("a", **FAST)
+    assert np.array_equal(first.pixels, again.pixels)
+    assert other.seed != first.seed
+
+
+def test_resolved_parameters_repeat_the_run(server: DiffGenerator) -> None:
+    first = server.generate("a", **FAST)
+    values = {name: getattr(first.params, name) for name in SamplingParams.__struct_fields__}
+    again = server.generate(**{name: value for name, value in values.items() if value is not None})
+    assert np.array_equal(first.pixels, again.pixels)
+
+
+def test_list_keeps_order_and_carries_errors(server: DiffGenerator) -> None:
+    with pytest.raises(InvalidRequest, match="NUL"):
+        server.generate(["a", "b\0"], seed=1, **FAST)
+    results = server.generate(["a", "x" * 30_000, "b"], seed=1, **FAST)
+    assert [result.error is None for result in results] == [True, False, True]
+    assert isinstance(results[1].error, InvalidRequest)
+    assert results[1].error.code == "prompt_too_long"
+    with pytest.raises(InvalidRequest):
+        _ = results[1].images
+    assert np.array_equal(results[2].pixels, server.generate("b", seed=1, **FAST).pixels)
+    with pytest.raises(InvalidRequest):
+        server.generate(["a", "x" * 30_000], seed=1, raise_errors=True, **FAST)
+    kept = server.generate("x" * 30_000, raise_errors=False, **FAST)
+    assert kept.error is not None
+
+
+def test_output_types(server: DiffGenerator) -> None:
+    still = {kind: server.generate("a", seed=1, n=2, output_type=kind, **FAST) for kind in ("pil", "np", "pt")}
+    assert [np.asarray(image).shape for image in still["pil"].images] == [(64, 64, 3)] * 2
+    assert still["np"].images.shape == (2, 64, 64, 3)
+    assert still["np"].images.dtype == np.float32
+    assert still["pt"].images.shape == (2, 3, 64, 64)
+    assert np.array_equal(np.asarray(still["pil"].images[1]), (still["np"].images[1] * 255).round().astype(np.uint8))
+    clip = server.generate("a", seed=1, output_type="np", **{**FAST, "num_frames": 5})
+    assert clip.frames.shape == (1, 5, 64, 64, 3)
+    with pytest.raises(AttributeError, match="frames"):
+        _ = clip.images
+    latent = server.generate("a", seed=1, output_type="latent", **FAST)
+    assert latent.latents.dtype == torch.float32
+    assert latent.latents.shape[0] == 1
+    assert "decode" not in latent.timings
+    with pytest.raises(AttributeError, match="latents"):
+        _ = latent.images
+
+
+def test_events_tell_every_step_in_order(server: DiffGenerator) -> None:
+    handle = server.submit("a", seed=1, **{**FAST, "num_inference_steps": 4, "num_frames": 9})
+    events = list(handle.events())
+    assert isinstance(events[0], Accepted)
+    steps = [(event.stage, event.step, event.total) for event in events if isinstance(event, Progress)]
+    assert [step for step in steps if step[0] == "denoise"] == [("denoise", k, 4) for k in (1, 2, 3, 4)]
+    assert [step for step in steps if step[0] == "decode"] == [("decode", k, 3) for k in (1, 2, 3)]
+    assert events[-1] is handle.result()
+    assert list(handle.events()) == events, "a second reader sees the same"
+
+
+def test_callback_runs_here_and_its_error_cancels(server: DiffGenerator) -> None:
+    seen: list[tuple[str, int]] = []
+    threads = set()
+
+    def callback(progress: Progress) -> None:
+        threads.add(threading.current_thread())
+        seen.append((progress.stage, progress.step))
+        if progress.stage == "denoise" and progress.step == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        server.generate("a", seed=1, callback=callback, **LONG)
+    assert threads == {threading.current_thread()}
+    assert ("denoise", 3) in seen
+    server.generate("a", **FAST)  # would come after 900 steps, had the first gone on
+
+
+def test_cancel_ends_within_a_unit(server: DiffGenerator) -> None:
+    handle = server.submit("a", seed=1, **LONG)
+    for event in handle.events():
+        if isinstance(event, Progress) and event.stage == "denoise":
+            handle.cancel()
+            handle.cancel()
+            break
+    with pytest.raises(RequestCancelled) as caught:
+        handle.result(timeout=30)
+    assert caught.value.code == "request_cancelled"
+    assert handle.done()
+    handle.cancel()
+    last = [event.step for event in handle.events() if isinstance(event, Progress)][-1]
+    assert last < 50
+
+
+def test_result_times_out_and_the_request_goes_on(server: DiffGenerator) -> None:
+    handle = server.submit("a", seed=1, **{**FAST, "num_inference_steps": 60})
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.01)
+    assert handle.result(timeout=60).seed == 1
+    with pytest.raises(TimeoutError, match="cancelled"):
+        server.generate("a", timeout=0.5, **LONG)
+    server.generate("a", **FAST)
+
+
+def test_short_request_overtakes_a_long_one(server: DiffGenerator) -> None:
+    long = server.submit("a", seed=1, **LONG)
+    short = server.submit("b", seed=1, **FAST)
+    assert short.result(timeout=60).seed == 1
+    assert not long.done()
+    long.cancel()
+
+
+def test_queue_full_is_said_at_once(server: DiffGenerator) -> None:
+    handles = [server.submit("a", seed=1, **LONG) for _ in range(8)]
+    refused = [handle for handle in handles if handle.done() or _refused(handle)]
+    for handle in handles:
+        handle.cancel()
+    assert len(refused) == 2
+    with pytest.raises(QueueFull, match="limit is 6") as caught:
+        refused[0].result()
+    assert caught.value.retryable
+    for handle in handles:
+        wait_until(handle.done, 30, "every request is answered")
+
+
+def _refused(handle: Any) -> bool:
+    return not isinstance(next(handle.events()), Accepted)
+
+
+def test_async(server: DiffGenerator) -> None:
+    async def main() -> None:
+        one, two = await asyncio.gather(
+            server.agenerate("a", seed=1, **FAST), server.agenerate("b", seed=2, **FAST)
+        )
+        assert (one.seed, two.seed) == (1, 2)
+        handle = server.submit("a", seed=3, **FAST)
+        kinds = [type(event).__name__ async for event in handle.aevents()]
+        assert kinds[0] == "Accepted"
+        assert kinds[-1] == "GenerationResult"
+        assert (await handle).seed == 3
+        task = asyncio.create_task(server.agenerate("a", **LONG))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await server.agenerate("a", seed=4, **FAST)).seed == 4
+
+    asyncio.run(main())
+
+
+def test_many_threads_get_their_own_results(server: DiffGenerator) -> None:
+    alone = {seed: server.generate("a", seed=seed, **{**FAST, "num_inference_steps": seed}).pixels for seed in (2, 3, 4)}
+    found: dict[int, Any] = {}
+
+    def work(seed: int) -> None:
+        found[seed] = server.generate("a", seed=seed, **{**FAST, "num_inference_steps": seed}).pixels
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, pixels in alone.items():
+        assert np.abs(found[seed].astype(int) - pixels.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "match"),
+    [
+        ({"width": 100}, "96 or 112"),
+        ({"size": "64X64"}, "WIDTHxHEIGHT"),
+        ({"size": "64x64", "width": 128, "height": 64}, "differ"),
+        ({"num_frames": 4}, "1 or 5"),
+        ({"num_inference_steps": 10**9}, "limit of 1000"),
+        ({"width": 100_000, "height": 100_000}, "limit of"),
+        ({"n": 17}, "limit of 16"),
+        ({"scheduler": "nope"}, "euler"),
+        ({"guidance_scale_2": 2.0}, "one denoiser"),
+        ({"max_sequence_length": 1000}, "over the 512"),
+    ],
+)
+def test_refused_by_the_model_or_the_limits(server: DiffGenerator, sampling: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequest, match=match) as caught:
+        server.generate("a", **sampling)
+    assert not caught.value.retryable
+
+
+def test_warnings_say_what_has_no_effect(server: DiffGenerator) -> None:
+    result = server.generate("a", seed=1, negative_prompt="b", guidance_scale=1.0, fps=12, **FAST)
+    assert any("negative_prompt has no effect" in warning for warning in result.warnings)
+    assert any("fps" in warning for warning in result.warnings)
+    plain = server.generate("a", seed=1, guidance_scale=1.0, **FAST)
+    assert np.array_equal(result.pixels, plain.pixels)
+    cut = server.generate("red " * 100, seed=1, max_sequence_length=16, **FAST)
+    assert any("cut off" in warning for warning in cut.warnings)
+    seconds = server.generate("a", seed=1, seconds=1.0, fps=8, **{**FAST, "num_frames": None})
+    assert seconds.params.num_frames == 9
+    assert any("makes 9" in warning for warning in seconds.warnings)
+
+
+def test_saving(server: DiffGenerator, tmp_path: Path) -> None:
+    first = server.generate("../a red/circle", seed=1, n=2, output_path=str(tmp_path), **FAST)
+    again = server.generate("../a red/circle", seed=1, n=2, output_path=str(tmp_path), **FAST)
+    assert len({*first.paths, *again.paths}) == 4
+    assert all(path.parent == tmp_path for path in first.paths)
+    assert np.array_equal(np.asarray(Image.open(first.paths[1])), first.pixels[1, 0])
+    named = server.generate("a", output_path=str(tmp_path), output_file_name="x", **{**FAST, "num_frames": 5})
+    assert named.paths == [tmp_path / "x.mp4"]
+    with pytest.raises(OutputError, match="plain file name"):
+        server.generate("a", output_path=str(tmp_path), output_file_name="../x", **FAST)
+    with pytest.raises(OutputError, match="/proc"):
+        server.generate("a", output_path="/proc/nope", **FAST)
+
+
+CLIENT = """
+import json, sys
+from diffgen import DiffGenerator
+token = sys.argv[2] if len(sys.argv) > 2 else None
+with DiffGenerator.connect(sys.argv[1], token=token) as generator:
+    result = generator.generate("a", seed=1, num_inference_steps=2, width=64, height=64, num_frames=1)
+    print(json.dumps([result.pixels.sum().item(), generator.model.family]))
+"""
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_connect_from_another_process(server: DiffGenerator, transport: str) -> None:
+    private = server.ranks()[0]
+    assert private.ready is not None
+    address = server._connection.address if transport == "ipc" else server.address
+    assert address.startswith(f"{transport}://")
+    token = [] if transport == "ipc" else ["open sesame"]
+    run = subprocess.run(
+        [sys.executable, "-c", CLIENT, address, *token], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    expected = int(server.generate("a", seed=1, **FAST).pixels.sum())
+    assert json.loads(run.stdout) == [expected, "wan"]
+
+
+def test_connect_with_a_wrong_token_or_to_nothing(server: DiffGenerator, tmp_path: Path) -> None:
+    with pytest.raises(ConnectionFailed, match="token") as caught:
+        DiffGenerator.connect(server.address, token="wrong", timeout=10)
+    assert caught.value.code == "unauthorized"
+    with pytest.raises(ConnectionFailed):
+        DiffGenerator.connect(f"ipc://{tmp_path}/none", timeout=0.5)
+    with pytest.raises(ConnectionFailed, match="tcp://"):
+        DiffGenerator.connect("nonsense", timeout=0.5)
+
+
+def test_a_client_that_leaves_takes_its_requests_along(server: DiffGenerator) -> None:
+    client = DiffGenerator.connect(server._connection.address)
+    handle = client.submit("a", **LONG)
+    next(handle.events())
+    client.close()
+    with pytest.raises(ServerClosed):
+        handle.result(timeout=5)
+    server.generate("a", **FAST)
+    with pytest.raises(ServerClosed):
+        client.submit("a")
+
+
+def test_wrong_arguments_fail_before_any_process(tmp_path: Path) -> None:
+    with run_root() as root:
+        for options, match in [
+            ({"num_gpu": 2}, "num_gpus"),
+            ({"num_gpus": 0}, "at least 1"),
+            ({"dtype": "int8"}, "float32"),
+            ({"address": "tcp://127.0.0.1:1"}, "token"),
+        ]:
+            with pytest.raises(InvalidRequest, match=match):
+                DiffGenerator.from_pretrained(**options)
+        for path, match in [("./nope", "no such directory"), (str(tmp_path), "model_index.json")]:
+            with pytest.raises(ModelError, match=match):
+                DiffGenerator.from_pretrained(path)
+        assert leftovers(root) == []
+
+
+def test_nan_is_an_error_that_names_the_stage(tiny_wan: Path, tmp_path: Path) -> None:
+    """A weight that is infinite gives no black picture."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_wan, broken)
+    weights = broken / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors["proj_out.weight"][0, 0] = float("inf")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    run = subprocess.run(
+        [*DIFFGEN, "generate", "--prompt", "a", "--model-path", str(broken), "--output-path", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "not finite" in run.stderr
+    assert "denoise" in run.stderr
+    assert list((tmp_path / "out").iterdir()) == []

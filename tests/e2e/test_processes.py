@@ -1,0 +1,215 @@
+"""Start, end and death of the processes, as seen from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from processes import leftovers, rank_processes, read_line, run_root, script, shared_memory, wait_until
+
+from diffgen import DiffGenerator
+from diffgen.errors import (
+    DiffgenError,
+    GenerationError,
+    OutOfMemory,
+    RanksDiverged,
+    ServerClosed,
+    StartFailed,
+    WorkerDied,
+)
+
+FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
+LONG = {**FAST, "num_inference_steps": 900}
+SUPPORT = str(Path(__file__).parents[1] / "support")
+
+USER = """
+import sys, threading
+from diffgen import DiffGenerator
+model, num_gpus, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+print("starting", flush=True)
+generator = DiffGenerator.from_pretrained(model, num_gpus=num_gpus, device="cpu", log_level="error")
+print("ready", flush=True)
+if mode == "denoise":
+    handle = generator.submit("a", num_inference_steps=900, width=64, height=64, num_frames=1)
+    for event in handle.events():
+        if getattr(event, "stage", "") == "denoise":
+            print("denoising", flush=True)
+            break
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def faulty_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The run folders of this test, which must all be gone at its end, as must its processes."""
+    before = shared_memory()
+    with run_root() as folder:
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield folder
+        wait_until(lambda: not leftovers(folder), 5, f"nothing is left: {leftovers(folder)}")
+        assert shared_memory() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["load", "idle", "denoise"])
+def test_kill_9_of_the_parent_leaves_nothing(tiny_wan: Path, root: Path, when: str) -> None:
+    with script(USER, root, str(tiny_wan), "2", when) as process:
+        read_line(process, "starting")
+        wait_until(lambda: len(rank_processes(root)) == 2, 20, "both ranks run")
+        if when != "load":
+            read_line(process, "ready")
+        if when == "denoise":
+            read_line(process, "denoising")
+        process.kill()
+        process.wait()
+        wait_until(lambda: not leftovers(root), 5, "ranks, sockets and folder are gone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "when"), [(signal.SIGTERM, "denoise"), (signal.SIGINT, "idle")])
+def test_signals_to_the_parent_leave_nothing(tiny_wan: Path, root: Path, number: signal.Signals, when: str) -> None:
+    with script(USER, root, str(tiny_wan), "2", when) as process:
+        read_line(process, "ready")
+        if when == "denoise":
+            read_line(process, "denoising")
+        process.send_signal(number)
+        assert process.wait(10) != 0
+        wait_until(lambda: not leftovers(root), 5, "ranks, sockets and folder are gone")
+
+
+def test_a_child_forked_by_the_user_does_not_keep_the_ranks(tiny_wan: Path, root: Path) -> None:
+    """The child holds the parent's end of the pipes, so their end is not seen; the ranks look at their parent too."""
+    text = USER.replace('print("ready"', 'import os, time\nif os.fork() == 0: time.sleep(20); os._exit(0)\nprint("ready"')
+    with script(text, root, str(tiny_wan), "1", "idle") as process:
+        read_line(process, "ready")
+        children = [child for child in psutil.Process(process.pid).children() if "script.py" in " ".join(child.cmdline())]
+        process.kill()
+        process.wait()
+        wait_until(lambda: not leftovers(root), 5, "ranks, sockets and folder are gone")
+        for child in children:
+            child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_ends_every_request_with_its_reason(tiny_wan: Path, root: Path, victim: int) -> None:
+    generator = DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=2, device="cpu")
+    try:
+        handles = [generator.submit("a", seed=1, **LONG) for _ in range(3)]
+        for event in handles[0].events():
+            if getattr(event, "stage", "") == "denoise":
+                break
+        os.kill(generator.ranks()[victim].pid, signal.SIGKILL)
+        began = time.monotonic()
+        for handle in handles:
+            with pytest.raises(WorkerDied, match=rf"rank {victim} .*SIGKILL") as caught:
+                handle.result(timeout=10)
+            assert caught.value.retryable
+        assert time.monotonic() - began < 3
+        with pytest.raises(WorkerDied):
+            generator.generate("a", **FAST)
+    finally:
+        generator.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "error", "match"),
+    [
+        ("FailsToLoadOnRank1", StartFailed, "rank 1: ValueError: rank 1 has no luck"),
+        ("DiesWhileLoadingOnRank1", StartFailed, r"rank 1 \(pid \d+\) ended with exit code 7"),
+    ],
+)
+def test_a_rank_that_cannot_start_ends_all(
+    tiny_wan: Path, root: Path, faulty_families: None, family: str, error: type[DiffgenError], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        DiffGenerator.from_pretrained(
+            str(tiny_wan), num_gpus=2, device="cpu", pipeline=f"faulty_families:{family}", log_level="error"
+        )
+    assert leftovers(root) == []
+
+
+def test_start_has_a_time_limit(tiny_wan: Path, root: Path, faulty_families: None) -> None:
+    with pytest.raises(StartFailed, match=r"ranks \[0\] were not ready after 8 s"):
+        DiffGenerator.from_pretrained(
+            str(tiny_wan), device="cpu", start_timeout=8, pipeline="faulty_families:LoadsSlowly"
+        )
+    assert leftovers(root) == []
+
+
+@pytest.mark.slow
+def test_failures_on_one_rank_are_answered_and_pass(tiny_wan: Path, root: Path, faulty_families: None) -> None:
+    """An exception or another value on rank 1 ends that request with rank 1's reason; its company and all later ones
+    go on with the same pixels."""
+    with DiffGenerator.from_pretrained(
+        str(tiny_wan), num_gpus=2, device="cpu", pipeline="faulty_families:FailsOnRank1", log_level="error"
+    ) as generator:
+        good = generator.generate("a", seed=1, **FAST)
+        company = generator.submit("a", seed=1, **FAST)
+        bad = generator.submit("bad", seed=1, **FAST)
+        with pytest.raises(GenerationError, match="rank 1: denoise failed: RuntimeError: rank 1 has a bug"):
+            bad.result(timeout=60)
+        assert np.abs(company.result(timeout=60).pixels.astype(int) - good.pixels).max() <= 1
+        with pytest.raises(RanksDiverged, match=r"\[1\]"):
+            generator.generate("odd", seed=1, timeout=60, **FAST)
+        again = generator.generate("a", seed=1, timeout=60, **FAST)
+        assert np.array_equal(again.pixels, good.pixels)
+        time.sleep(1.2)  # a heartbeat later
+        ranks = generator.ranks()
+        assert ranks[0].heartbeat is not None
+        assert ranks[1].heartbeat is not None
+        assert ranks[0].heartbeat.units == ranks[1].heartbeat.units
+        assert ranks[0].heartbeat.fingerprint == ranks[1].heartbeat.fingerprint
+    with pytest.raises(ServerClosed):
+        generator.generate("a")
+    generator.close()
+
+
+def test_out_of_memory_ends_one_request_only(tiny_wan: Path, root: Path, faulty_families: None) -> None:
+    with DiffGenerator.from_pretrained(
+        str(tiny_wan), device="cpu", pipeline="faulty_families:RunsOutOfMemory", log_level="error"
+    ) as generator:
+        with pytest.raises(OutOfMemory, match="decode") as caught:
+            generator.generate("big", **FAST)
+        assert caught.value.code == "out_of_memory"
+        generator.generate("a", **FAST)
+
+
+def test_idle_ranks_sleep(tiny_wan: Path, root: Path) -> None:
+    """The bar is 1 % of a core; ten times that is what a test may say."""
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu") as generator:
+        generator.generate("a", **FAST)
+        process = psutil.Process(generator.ranks()[0].pid)
+        before = sum(process.cpu_times()[:2])
+        time.sleep(3)
+        assert sum(process.cpu_times()[:2]) - before < 0.3
+
+
+def test_a_generator_left_open_is_closed_at_exit(tiny_wan: Path, root: Path) -> None:
+    text = 'import sys\nfrom diffgen import DiffGenerator\nDiffGenerator.from_pretrained(sys.argv[1])\nprint("end")\n'
+    with script(text, root, str(tiny_wan)) as process:
+        assert process.wait(60) == 0
+    assert leftovers(root) == []
+
+
+def test_the_command_line_of_a_rank_tells_nothing(tiny_wan: Path, root: Path) -> None:
+    with DiffGenerator.from_pretrained(
+        str(tiny_wan), device="cpu", address="tcp://127.0.0.1:*", token="sesame"
+    ) as generator:
+        process = psutil.Process(generator.ranks()[0].pid)
+        assert process.cmdline()[:4] == [sys.executable, "-P", "-m", "diffgen.server.rank"]
+        assert "sesame" not in " ".join([*process.cmdline(), *process.environ().values()])
