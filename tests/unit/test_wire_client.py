@@ -1,0 +1,399 @@
+"""A connection keeps every request until it is answered, whatever becomes of the server."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from diffgen.args import ListenArgs
+from diffgen.errors import (
+    ConnectionFailed,
+    DiffgenError,
+    InvalidRequest,
+    ProtocolError,
+    QueueFull,
+    RequestCancelled,
+    ServerClosed,
+)
+from diffgen.handle import GenerationHandle
+from diffgen.params import ModelSpec, SamplingParams
+from diffgen.request import OutputBatch, TensorHeader
+from diffgen.wire import codec
+from diffgen.wire.client import Connection
+from diffgen.wire.messages import Accepted, Bye, Cancel, Closing, Failed, Hello, Progress, Result, Submit, Welcome
+from diffgen.wire.router import Router
+
+PARAMS = SamplingParams(prompt="a", seed=3)
+# Ignored by every client: closes a router without a farewell, as a death would.
+SILENCE = Progress("nobody", "none", 1, 1)
+
+Script = Callable[["Server", bytes, Submit], None]
+
+
+def ignore(server: Server, client: bytes, message: Submit) -> None:
+    server.router.send(client, Accepted(message.id, 0, message.params, ()))
+
+
+def draw(server: Server, client: bytes, message: Submit) -> None:
+    """Answer with a picture of one colour: the seed."""
+    pixels = np.full((1, 1, 2, 2, 3), message.params.seed, np.uint8)
+    server.router.send(client, Accepted(message.id, 0, message.params, ()))
+    server.router.send(client, Progress(message.id, "denoise", 1, 1))
+    server.router.send(client, Result(message.id, output(pixels, message.params)), pixels)
+
+
+def output(pixels: Any, params: SamplingParams) -> OutputBatch:
+    return OutputBatch(
+        params=params,
+        seeds=(3,),
+        warnings=("w",),
+        timings={"total": 0.5},
+        peak_memory_mb=1.0,
+        latent=False,
+        tensor=TensorHeader(str(pixels.dtype), pixels.shape),
+    )
+
+
+class Server:
+    """Rank 0's router and a loop of a few lines in place of its scheduler."""
+
+    def __init__(self, address: str, model: ModelSpec, script: Script, epoch: str = "one") -> None:
+        self.seen: list[Any] = []
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.router = Router(address, ListenArgs(), self._inbox)
+        self._model, self._script, self._epoch = model, script, epoch
+        self._thread = threading.Thread(target=self._loop)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            client, message = item
+            self.seen.append(message)
+            if isinstance(message, Hello):
+                self.router.send(client, Welcome(self._epoch, self._model))
+            elif isinstance(message, Submit):
+                self._script(self, client, message)
+            elif isinstance(message, Cancel):
+                self.router.send(client, Failed(message.id, RequestCancelled("stopped").info()))
+
+    def submits(self) -> list[str]:
+        return [message.id for message in self.seen if isinstance(message, Submit)]
+
+    def wait_for(self, kind: type) -> None:
+        deadline = time.monotonic() + 5
+        while not any(isinstance(message, kind) for message in self.seen):
+            assert time.monotonic() < deadline, f"no {kind.__name__} came: {self.seen}"
+            time.sleep(0.005)
+
+    def close(self, farewell: msgspec.Struct = SILENCE) -> None:
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+            self.router.close(farewell)
+
+
+Serve = Callable[..., Server]
+Connect = Callable[..., Connection]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def serve(address: str, model: ModelSpec) -> Iterator[Serve]:
+    servers: list[Server] = []
+
+    def start(script: Script = draw, epoch: str = "one") -> Server:
+        servers.append(Server(address, model, script, epoch))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def connect(address: str) -> Iterator[Connect]:
+    connections: list[Connection] = []
+
+    def start(where: str = address, **options: Any) -> Connection:
+        connections.append(Connection(where, **options))
+        return connections[-1]
+
+    yield start
+    for connection in connections:
+        connection.close()
+
+
+def finals(handle: GenerationHandle) -> int:
+    return sum(not isinstance(event, Accepted | Progress) for event in handle.events())
+
+
+def wait_lost(connection: Connection) -> None:
+    """Until the connection has noticed that its server is gone."""
+    deadline = time.monotonic() + 5
+    while connection._lost_at is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_request_is_answered(serve: Serve, connect: Connect, model: ModelSpec) -> None:
+    serve()
+    connection = connect()
+    assert connection.wait_ready(5) == model
+    handle = connection.submit(PARAMS)
+    result = handle.result(5)
+    assert (result.id, result.seed, result.warnings, result.timings) == (handle.id, 3, ("w",), {"total": 0.5})
+    np.testing.assert_array_equal(result.pixels, np.full((1, 1, 2, 2, 3), 3, np.uint8))
+    assert [type(event).__name__ for event in handle.events()] == ["Accepted", "Progress", "GenerationResult"]
+
+
+def test_requests_from_many_threads_each_get_their_own_answer(serve: Serve, connect: Connect) -> None:
+    server = serve()
+    connection = connect()
+    connection.wait_ready(5)
+    wrong: list[int] = []
+
+    def use(seed: int) -> None:
+        for _ in range(10):
+            pixels = connection.submit(SamplingParams(prompt="a", seed=seed)).result(10).pixels
+            wrong.extend([seed] if (pixels != seed).any() else [])
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(set(server.submits())) == 80
+
+
+def test_a_request_outlives_its_server(serve: Serve, connect: Connect) -> None:
+    first = serve(ignore, "one")
+    connection = connect()
+    connection.wait_ready(5)
+    handles = [connection.submit(PARAMS) for _ in range(3)]
+    for handle in handles:
+        assert isinstance(next(handle.events()), Accepted)
+    first.close()
+    wait_lost(connection)
+    late = connection.submit(PARAMS)  # given while nobody is there
+    second = serve(draw, "two")
+    for handle in [*handles, late]:
+        assert handle.result(5).seed == 3
+        assert finals(handle) == 1
+    assert set(second.submits()) == {handle.id for handle in [*handles, late]}
+    time.sleep(0.05)
+    assert len(second.submits()) == len(set(second.submits())), "each is sent once"
+
+
+def test_an_answered_request_is_not_sent_again(serve: Serve, connect: Connect) -> None:
+    first = serve()
+    connection = connect()
+    connection.wait_ready(5)
+    connection.submit(PARAMS).result(5)
+    first.close()
+    wait_lost(connection)
+    second = serve(draw, "two")
+    connection.submit(PARAMS).result(5)
+    assert len(second.submits()) == 1
+
+
+def test_patience_runs_out(serve: Serve, connect: Connect, address: str) -> None:
+    server = serve(ignore)
+    connection = connect(patience=0.3)
+    connection.wait_ready(5)
+    handle = connection.submit(PARAMS)
+    server.wait_for(Submit)
+    server.close()
+    with pytest.raises(ConnectionFailed) as caught:
+        handle.result(5)
+    assert caught.value.retryable
+    assert address in caught.value.message
+    assert "0.3 s" in caught.value.message
+    with pytest.raises(ConnectionFailed):
+        connection.submit(PARAMS)
+
+
+def test_no_server_at_all_is_said(connect: Connect, address: str) -> None:
+    with pytest.raises(ConnectionFailed, match="is it up") as caught:
+        connect().wait_ready(0.1)
+    assert address in caught.value.message
+
+
+@pytest.mark.parametrize("where", ["nonsense", "tcp://", "http://127.0.0.1:1", ""])
+def test_an_address_that_is_none_names_the_rule(connect: Connect, where: str) -> None:
+    with pytest.raises(ConnectionFailed, match="tcp://HOST:PORT or ipc://PATH"):
+        connect(where)
+
+
+@pytest.mark.xfail(raises=(zmq.ZMQError, UnicodeEncodeError), strict=True, reason="the transport's own error")
+@pytest.mark.parametrize("token", ["", "x" * 300, "\ud800"])
+def test_a_token_that_cannot_be_sent_is_refused(connect: Connect, token: str) -> None:
+    with pytest.raises(DiffgenError, match="token"):
+        connect("tcp://127.0.0.1:1", token=token)
+
+
+def test_cancel_while_a_server_is_there_is_its_answer(serve: Serve, connect: Connect) -> None:
+    server = serve(ignore)
+    connection = connect()
+    connection.wait_ready(5)
+    handle = connection.submit(PARAMS)
+    handle.cancel()
+    handle.cancel()
+    with pytest.raises(RequestCancelled, match="stopped"):
+        handle.result(5)
+    handle.cancel()
+    assert finals(handle) == 1
+    assert Cancel(handle.id) in server.seen
+
+
+def test_cancel_while_disconnected_takes_effect_at_once_and_is_told_later(serve: Serve, connect: Connect) -> None:
+    first = serve(ignore)
+    connection = connect()
+    connection.wait_ready(5)
+    cancelled, kept = connection.submit(PARAMS), connection.submit(PARAMS)
+    first.wait_for(Submit)
+    first.close()
+    wait_lost(connection)
+    cancelled.cancel()
+    with pytest.raises(RequestCancelled):
+        cancelled.result(5)
+    second = serve(draw, "two")
+    kept.result(5)
+    assert second.submits() == [kept.id]
+    assert Cancel(cancelled.id) in second.seen, "the server may still hold it"
+
+
+@pytest.mark.xfail(strict=True, reason="a cancel that the dead server took with it is forgotten")
+def test_a_cancel_is_not_lost_with_the_server_that_got_it(serve: Serve, connect: Connect) -> None:
+    first = serve(ignore)
+    connection = connect()
+    connection.wait_ready(5)
+    handle = connection.submit(PARAMS)
+    first.wait_for(Submit)
+    first._inbox.put(None)  # from here on, messages are received and nothing is done about them
+    first._thread.join()
+    handle.cancel()
+    time.sleep(0.1)
+    first.router.close(SILENCE)
+    wait_lost(connection)
+    second = serve(draw, "two")
+    with pytest.raises(RequestCancelled):
+        handle.result(5)
+    assert second.submits() == []
+
+
+def test_close_fails_what_is_pending_and_says_goodbye(serve: Serve, connect: Connect) -> None:
+    server = serve(ignore)
+    connection = connect()
+    connection.wait_ready(5)
+    handle = connection.submit(PARAMS)
+    server.wait_for(Submit)
+    connection.close()
+    connection.close()
+    with pytest.raises(ServerClosed):
+        handle.result(0)
+    with pytest.raises(ServerClosed):
+        connection.submit(PARAMS)
+    server.wait_for(Bye)
+
+
+def test_close_without_a_server_is_quick(connect: Connect) -> None:
+    connection = connect()
+    handle = connection.submit(PARAMS)
+    began = time.monotonic()
+    connection.close()
+    assert time.monotonic() - began < 2
+    with pytest.raises(ServerClosed):
+        handle.result(0)
+
+
+def test_a_server_that_stops_on_purpose_ends_its_clients(serve: Serve, connect: Connect, address: str) -> None:
+    server = serve(ignore)
+    connection = connect()
+    connection.wait_ready(5)
+    handle = connection.submit(PARAMS)
+    server.wait_for(Submit)
+    server.close(Closing())
+    with pytest.raises(ServerClosed, match="stopped") as caught:
+        handle.result(5)
+    assert address in caught.value.message
+
+
+def test_an_error_comes_with_its_type(serve: Serve, connect: Connect) -> None:
+    def refuse(server: Server, client: bytes, message: Submit) -> None:
+        bad = InvalidRequest("size 1x1: too small", code="invalid_size", param="size")
+        error = QueueFull("full") if message.params.seed else bad
+        server.router.send(client, Failed(message.id, error.info()))
+
+    serve(refuse)
+    connection = connect()
+    connection.wait_ready(5)
+    with pytest.raises(QueueFull) as full:
+        connection.submit(PARAMS).result(5)
+    assert full.value.retryable
+    with pytest.raises(InvalidRequest) as bad:
+        connection.submit(SamplingParams(prompt="a", seed=0)).result(5)
+    assert (bad.value.code, bad.value.param) == ("invalid_size", "size")
+
+
+def test_a_result_that_does_not_fit_its_header_fails_the_request(serve: Serve, connect: Connect) -> None:
+    def lie(server: Server, client: bytes, message: Submit) -> None:
+        pixels = np.zeros((1, 1, 2, 2, 3), np.uint8)
+        server.router.send(client, Result(message.id, output(pixels, message.params)), pixels[:, :, :1].copy())
+
+    serve(lie)
+    connection = connect()
+    connection.wait_ready(5)
+    with pytest.raises(ProtocolError):
+        connection.submit(PARAMS).result(5)
+
+
+def test_a_server_of_another_version_is_named_plainly(connect: Connect, address: str) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as server:
+        server.bind(address)
+        connection = connect()
+        client, *_ = server.recv_multipart()
+        server.send_multipart([client, b"DGEN\x00\x07", b"\xc1 a body that nobody here can read"])
+        with pytest.raises(ProtocolError) as caught:
+            connection.wait_ready(5)
+        assert caught.value.code == "protocol_version"
+        assert "protocol 7" in caught.value.message
+        assert "install the same diffgen" in caught.value.message
+    context.term()
+
+
+def test_something_else_at_the_address_is_no_diffgen_server(connect: Connect, address: str) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as server:
+        server.bind(address)
+        connection = connect()
+        client, *_ = server.recv_multipart()
+        server.send_multipart([client, b"hello", b"world"])
+        with pytest.raises(ProtocolError, match="not a diffgen message"):
+            connection.wait_ready(5)
+    context.term()
+
+
+def test_the_first_frame_of_every_message_is_the_version(address: str, connect: Connect) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as server:
+        server.bind(address)
+        connect()
+        _, prefix, body = server.recv_multipart()
+        assert prefix == bytes(codec.encode(Hello())[0])
+        assert msgspec.msgpack.decode(body) == {"type": "Hello"}
+    context.term()

@@ -1,0 +1,241 @@
+"""Rank 0's socket against everything that may arrive at it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from diffgen.args import ListenArgs
+from diffgen.errors import ConnectionFailed, StartFailed
+from diffgen.params import ModelSpec, SamplingParams
+from diffgen.wire import codec
+from diffgen.wire.client import Connection
+from diffgen.wire.messages import PROTOCOL_VERSION, Bye, Closing, Failed, Hello, Progress, Submit, Welcome
+from diffgen.wire.router import USER, Router
+
+TOKEN = "s3cret"
+_PREFIX = bytes(codec.encode(Hello())[0])
+_DECODER = codec.server_message_decoder()
+
+
+class Served:
+    """A router on a private ipc path and on tcp, with a thread that welcomes whoever says hello."""
+
+    def __init__(self, folder: Path, model: ModelSpec) -> None:
+        self.private = f"ipc://{folder}/s"
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.router = Router(self.private, ListenArgs(address="tcp://127.0.0.1:*", token=TOKEN), self.inbox)
+        self.seen: list[Any] = []
+        self._model = model
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        while (item := self.inbox.get()) is not None:
+            client, message = item
+            self.seen.append(message)
+            if isinstance(message, Hello):
+                self.router.send(client, Welcome("epoch", self._model))
+            elif isinstance(message, Submit | Bye):
+                self.router.send(client, Progress("a", "denoise", 1, 2))
+
+    def close(self) -> None:
+        self.inbox.put(None)
+        self._thread.join()
+        self.router.close(Closing())
+
+
+@pytest.fixture
+def served(tmp_path: Path, model: ModelSpec) -> Iterator[Served]:
+    server = Served(tmp_path, model)
+    yield server
+    server.close()
+
+
+class Raw:
+    """A client of bare frames."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if token is not None:
+            self.socket.plain_username, self.socket.plain_password = USER.encode(), token.encode()
+        self.socket.connect(address)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def answer(self, seconds: float = 5) -> Any:
+        if not self.socket.poll(int(1000 * seconds)):
+            return None
+        return codec.decode(self.socket.recv_multipart(), _DECODER)
+
+    def hello(self, seconds: float = 5) -> Any:
+        self.send(_PREFIX, msgspec.msgpack.encode(Hello()))
+        return self.answer(seconds)
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_malformed_messages_are_counted_and_nothing_else(served: Served, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    bad: list[tuple[bytes, ...]] = [
+        (b"",),
+        (b"x",),
+        (b"\0" * 1000,),
+        (b"",) * 50,
+        (b"", b""),
+        (_PREFIX,),
+        (_PREFIX, b""),
+        (_PREFIX, b"\xc1"),
+        (_PREFIX, pickle.dumps(Evil(marker))),
+        (pickle.dumps(Evil(marker)),),
+        (_PREFIX, msgspec.msgpack.encode(Hello()), b"a third frame"),
+        (_PREFIX, msgspec.msgpack.encode({"type": "Shutdown"})),
+        (_PREFIX, msgspec.msgpack.encode(Closing())),
+        (_PREFIX, b"\x91" * 50_000),
+    ]
+    with Raw(served.private) as client:
+        for frames in bad:
+            client.send(*frames)
+        assert isinstance(client.hello(), Welcome), "the same client is served after all that"
+    assert served.router.malformed == len(bad)
+    assert served.seen == [Hello()]
+    assert not marker.exists()
+
+
+def test_a_client_of_another_version_is_told(served: Served) -> None:
+    with Raw(served.private) as client:
+        client.send(b"DGEN" + (PROTOCOL_VERSION + 1).to_bytes(2, "big"), b"whatever they say there")
+        answer = client.answer()
+        assert isinstance(answer, Failed)
+        assert answer.id == ""
+        assert answer.error.code == "protocol_version"
+        assert f"protocol {PROTOCOL_VERSION + 1}" in answer.error.message
+        assert isinstance(client.hello(), Welcome)
+
+
+def test_an_oversized_message_costs_its_sender_the_connection(served: Served) -> None:
+    with Raw(served.private) as client, Raw(served.private) as other:
+        client.send(_PREFIX, b"x" * (codec.MAX_BODY + 1))
+        assert isinstance(other.hello(), Welcome)
+    assert served.seen == [Hello()]
+
+
+def test_the_largest_request_that_clients_may_make_fits(served: Served) -> None:
+    # Three bytes a character, and as many texts as there are.
+    text = "猫" * (2**19 // 3)
+    request = Submit("a", SamplingParams(prompt=text, negative_prompt=text, size=text, scheduler=text))
+    with Raw(served.private) as client:
+        client.send(*(bytes(frame) for frame in codec.encode(request)))
+        assert isinstance(client.answer(), Progress)
+    assert served.seen == [request]
+
+
+def test_stray_bytes_of_a_port_scanner_do_no_harm(served: Served) -> None:
+    host, _, port = served.router.address.removeprefix("tcp://").partition(":")
+    greeting = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00PLAIN" + b"\0" * 15
+    for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), greeting[:10], greeting, b"\xff" * 5000):
+        with socket.create_connection((host, int(port))) as stray:
+            stray.sendall(data)
+    with Raw(served.router.address, TOKEN) as client:
+        assert isinstance(client.hello(), Welcome)
+    assert served.seen == [Hello()]
+
+
+@pytest.mark.parametrize("token", [None, "wrong", TOKEN + "x"])
+def test_tcp_without_the_token_is_refused(served: Served, token: str | None) -> None:
+    with Raw(served.router.address, token) as client:
+        assert client.hello(seconds=0.3) is None
+    with Raw(served.router.address, TOKEN) as client:
+        assert isinstance(client.hello(), Welcome)
+    assert served.seen == [Hello()]
+
+
+def test_the_private_socket_needs_no_token(served: Served) -> None:
+    with Raw(served.private) as client:
+        assert isinstance(client.hello(), Welcome)
+
+
+def test_a_connection_with_the_token_is_welcomed(served: Served, model: ModelSpec) -> None:
+    connection = Connection(served.router.address, TOKEN)
+    try:
+        assert connection.wait_ready(5) == model
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "token", ["wrong", pytest.param(None, marks=pytest.mark.xfail(strict=True, reason="says only: refused this client"))]
+)
+def test_a_connection_without_the_token_hears_why_at_once(served: Served, token: str | None) -> None:
+    connection = Connection(served.router.address, token)
+    try:
+        with pytest.raises(ConnectionFailed, match="token") as caught:
+            connection.wait_ready(5)
+        assert caught.value.code == "unauthorized"
+        assert served.router.address in caught.value.message
+    finally:
+        connection.close()
+
+
+def test_nothing_is_sent_to_a_client_after_its_bye(served: Served) -> None:
+    with Raw(served.private) as client:
+        assert isinstance(client.hello(), Welcome)
+        client.send(*(bytes(frame) for frame in codec.encode(Bye())))
+        assert client.answer(seconds=0.2) is None
+
+
+def test_a_client_that_left_does_not_stop_the_others(served: Served) -> None:
+    with Raw(served.private) as gone:
+        gone.hello()
+        gone.send(*(bytes(frame) for frame in codec.encode(Submit("a", SamplingParams(prompt="a")))))
+    with Raw(served.private) as client:
+        assert isinstance(client.hello(), Welcome)
+
+
+def test_every_client_hears_the_farewell(tmp_path: Path, model: ModelSpec) -> None:
+    served = Served(tmp_path, model)
+    with Raw(served.private) as first, Raw(served.router.address, TOKEN) as second:
+        first.hello()
+        second.hello()
+        served.close()
+        assert isinstance(first.answer(), Closing)
+        assert isinstance(second.answer(), Closing)
+
+
+def test_a_taken_address_is_an_error_that_names_it(served: Served, tmp_path: Path) -> None:
+    private = f"ipc://{tmp_path}/other"
+    with pytest.raises(StartFailed) as caught:
+        Router(private, ListenArgs(address=served.router.address, token="t"), queue.SimpleQueue())
+    assert caught.value.code == "address_in_use"
+    assert served.router.address in caught.value.message
+
+
+def test_the_path_of_a_live_server_is_not_taken_over(served: Served) -> None:
+    with pytest.raises(StartFailed, match="another server"):
+        Router(served.private, ListenArgs(), queue.SimpleQueue())
+    with Raw(served.private) as client:
+        assert isinstance(client.hello(), Welcome)
