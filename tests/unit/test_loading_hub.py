@@ -1,0 +1,129 @@
+"""A model's name to a folder, and what never goes to the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.loading.hub import BUNDLED, resolve_model
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+# Resolves each name given, with every socket call an error that is printed; prints name -> outcome and seconds.
+RESOLVE = """
+import json, socket, sys, time
+def fail(*args, **options):
+    print("NETWORK", args, file=sys.stderr)
+    raise SystemExit("network used")
+import huggingface_hub  # its import is not what is timed
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = fail
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.loading.hub import resolve_model
+found = {}
+for name in json.loads(sys.argv[1]):
+    began = time.perf_counter()
+    try:
+        outcome = str(resolve_model(ModelArgs(model_path=name)))
+    except ModelError as error:
+        outcome = f"{error.code}: {error.message}"
+    found[name] = outcome, time.perf_counter() - began
+print(json.dumps(found))
+"""
+
+
+def resolve(run_python: RunPython, names: list[str], **env: str) -> dict[str, tuple[str, float]]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = run_python(RESOLVE, json.dumps(names), env={**clean, **env})
+    assert "NETWORK" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_name_is_the_bundled_model() -> None:
+    assert resolve_model(ModelArgs()) == BUNDLED
+    assert (BUNDLED / "model_index.json").exists()
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/name", "./org/name", str(tmp_path / "org" / "name"), "org/../org/name/"):
+        assert resolve_model(ModelArgs(model_path=name)) == tmp_path / "org" / "name"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model(ModelArgs(model_path="~/org/name")) == tmp_path / "org" / "name"
+
+
+def test_names_that_are_no_model_fail_at_once_without_the_network(run_python: RunPython, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    paths = ["./nope", "/nope", "../nope", "~/nope", "~nobody-here/x", "nope", "a/b/c", "a//b", "C:\\models\\x", "", " "]
+    odd = ["-rf", "http://host/x", "hf://org/name", "org/na me", "a\nb/c", "a\0b", "猫" * 300, "x" * 5000, "org/name@main"]
+    ids = ["org/..", "../x", "org/x.git", "ör/ñ", "-a/b", "a--b/c", "a/.b"]
+    found = resolve(run_python, [*paths, *odd, *ids, "file"])
+    for name, (outcome, seconds) in found.items():
+        assert outcome.startswith("model_not_found: "), name
+        assert seconds < 0.5, name
+        assert len(outcome) < 700, name
+    for name in ("./nope", "/nope", "nope"):
+        assert f"no such directory: {name!r}" in found[name][0]
+        assert "org/name" in found[name][0], "what a model may be"
+    assert "is a file" in found["file"][0]
+
+
+def _cache(home: Path, repo: str, revision: str = "main") -> Path:
+    """The Hub's cache as it lies on disk after a download."""
+    root = home / "hub" / f"models--{repo.replace('/', '--')}"
+    snapshot = root / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / revision).write_text(snapshot.name)
+    (snapshot / "model_index.json").write_text("{}")
+    return snapshot
+
+
+def test_a_cached_model_is_found_offline_without_the_network(run_python: RunPython, tmp_path: Path) -> None:
+    snapshot = _cache(tmp_path, "org/name")
+    found = resolve(run_python, ["org/name"], HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert found["org/name"][0] == str(snapshot)
+
+
+def test_a_model_that_is_not_cached_says_that_we_are_offline(run_python: RunPython, tmp_path: Path) -> None:
+    outcome, seconds = resolve(run_python, ["org/other"], HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")["org/other"]
+    assert outcome.startswith("model_not_found: ")
+    assert "'org/other'" in outcome
+    assert "HF_HUB_OFFLINE is set" in outcome
+    assert "not in the cache" in outcome
+    assert "give a folder" in outcome
+    assert seconds < 0.5
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_hub_that_cannot_be_reached(run_python: RunPython, tmp_path: Path, cached: bool) -> None:
+    """With a copy in the cache it is used; without one the reason is said."""
+    snapshot = _cache(tmp_path, "org/name") if cached else None
+    code = """
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.loading.hub import resolve_model
+try:
+    print(resolve_model(ModelArgs(model_path="org/name")))
+except ModelError as error:
+    print(error)
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = run_python(code, env={**clean, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert (str(snapshot) if cached else "the Hub cannot be reached") in done.stdout, done.stderr
+
+
+def test_an_error_names_the_file_that_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("")
+    with pytest.raises(ModelError, match="give the folder that holds model_index.json"):
+        resolve_model(ModelArgs(model_path=str(file)))

@@ -1,0 +1,414 @@
+"""Everything rank 0 decides: an object without sockets, processes or tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffgen.args import RunArgs
+from diffgen.errors import ErrorInfo, GenerationError
+from diffgen.params import Limits, ModelSpec, SamplingParams
+from diffgen.scheduler.plan import Outcome, Plan, Position
+from diffgen.scheduler.scheduler import Scheduler
+from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, Hello, Progress, Submit, Welcome
+
+A, B = b"client a", b"client b"
+_STAGES = ("encode", "denoise")
+_ERROR = GenerationError("denoise failed: by design").info()
+
+
+@dataclasses.dataclass
+class Ranks:
+    """What the ranks would do with a plan: one unit of encoding, then a unit a step; ``poison`` maps an id to the unit
+    of denoising that it fails in, and with ``blame_all`` every member of a batch with it."""
+
+    poison: dict[str, int] = dataclasses.field(default_factory=dict)
+    blame_all: bool = False
+    held: dict[str, Position] = dataclasses.field(default_factory=dict)
+    steps: dict[str, int] = dataclasses.field(default_factory=dict)
+    batches: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+
+    def run(self, plan: Plan) -> list[Outcome]:
+        for request_id in plan.drop:
+            del self.held[request_id]
+        for admit in plan.admit:
+            assert admit.id not in self.held
+            self.held[admit.id] = Position(0, "encode", 0, 1, None)
+            self.steps[admit.id] = admit.params.num_inference_steps or 0
+        if not plan.ids:
+            return []
+        self.batches.append(plan.ids)
+        places = [self.held[request_id] for request_id in plan.ids]
+        assert {place.stage for place in places} == {plan.stage}
+        assert len(plan.ids) == 1 or len({place.key for place in places} - {None}) == 1, "only equal keys share"
+        culprits = {i for i, p in zip(plan.ids, places, strict=True) if p.stage == 1 and self.poison.get(i) == p.unit}
+        if culprits:
+            guilty = set(plan.ids) if self.blame_all else culprits
+            return [
+                Outcome(i, p.name, p.unit, p.units, p, _ERROR if i in guilty else None)
+                for i, p in zip(plan.ids, places, strict=True)
+            ]
+        return [self._move(request_id) for request_id in plan.ids]
+
+    def _move(self, request_id: str) -> Outcome:
+        place, steps = self.held[request_id], self.steps[request_id]
+        unit, stage = place.unit + 1, place.stage
+        if unit == place.units:
+            stage, unit = stage + 1, 0
+        position = Position(stage, _STAGES[stage], unit, steps, "key") if stage < len(_STAGES) else None
+        if position is None:
+            del self.held[request_id]
+        else:
+            self.held[request_id] = position
+        return Outcome(request_id, place.name, place.unit + 1, place.units, position)
+
+
+class Driver:
+    """Rank 0's loop around a scheduler, with the answers it would send."""
+
+    def __init__(self, model: ModelSpec, ranks: Ranks | None = None, limits: Limits | None = None, **run: Any) -> None:
+        self.now = 0.0
+        self.run_args = RunArgs(**run)
+        self.scheduler = Scheduler(model, limits or Limits(), self.run_args, "epoch", lambda: self.now)
+        self.ranks = ranks or Ranks()
+        self.answers: list[tuple[bytes, Any]] = []
+        self.finished: list[str] = []
+        self.timings: dict[str, dict[str, float]] = {}
+
+    def send(self, client: bytes, message: Any) -> list[Any]:
+        answers = self.scheduler.handle(client, message)
+        self.answers += answers
+        return [answer for _, answer in answers]
+
+    def submit(self, request_id: str, client: bytes = A, **values: Any) -> list[Any]:
+        values.setdefault("num_inference_steps", 3)
+        return self.send(client, Submit(request_id, SamplingParams(prompt="a", **values)))
+
+    def tick(self) -> Plan:
+        plan = self.scheduler.plan()
+        outcomes = self.ranks.run(plan)
+        assert len(self.ranks.held) <= self.run_args.max_running
+        placed = {outcome.id for outcome in outcomes}
+        for admit in plan.admit:
+            if admit.id not in placed:
+                self.scheduler.place(admit.id, self.ranks.held[admit.id])
+        self.now += 1
+        self.answers += self.scheduler.commit(outcomes, 1.0)
+        for outcome in outcomes:
+            if outcome.finished:
+                self.timings[outcome.id] = self.scheduler.release(outcome.id).timings
+                self.finished.append(outcome.id)
+        return plan
+
+    def drain(self, ticks: int = 1000) -> None:
+        for _ in range(ticks):
+            if self.scheduler.idle:
+                return
+            self.tick()
+        raise AssertionError("requests are left")
+
+    def failures(self) -> dict[str, ErrorInfo]:
+        return {answer.id: answer.error for _, answer in self.answers if isinstance(answer, Failed)}
+
+
+Drive = Callable[..., Driver]
+
+
+@pytest.fixture
+def drive(model: ModelSpec) -> Drive:
+    return lambda ranks=None, limits=None, **run: Driver(model, ranks, limits, **run)
+
+
+def test_hello_is_welcomed_with_epoch_and_model(drive: Drive, model: ModelSpec) -> None:
+    assert drive().send(A, Hello()) == [Welcome("epoch", model)]
+
+
+def test_a_request_runs_unit_by_unit_and_is_done(drive: Drive) -> None:
+    driver = drive()
+    (accepted,) = driver.submit("a")
+    assert isinstance(accepted, Accepted)
+    assert accepted.ahead == 0
+    assert accepted.params.seed is not None
+    driver.drain()
+    steps = [(p.stage, p.step, p.total) for _, p in driver.answers if isinstance(p, Progress)]
+    assert steps == [("encode", 1, 1), ("denoise", 1, 3), ("denoise", 2, 3), ("denoise", 3, 3)]
+    assert driver.finished == ["a"]
+    assert driver.ranks.held == {}
+
+
+def test_a_plan_carries_what_rank_0_resolved(drive: Drive) -> None:
+    driver = drive()
+    (accepted,) = driver.submit("a", negative_prompt="b", guidance_scale=0.0)
+    (admit,) = driver.tick().admit
+    assert (admit.params, admit.warnings) == (accepted.params, accepted.warnings)
+    assert "negative_prompt has no effect" in admit.warnings[0]
+
+
+def test_timings_count_waiting_stages_and_all(drive: Drive) -> None:
+    driver = drive(max_running=1)
+    driver.submit("a", num_inference_steps=1)
+    driver.submit("b", num_inference_steps=2)
+    driver.drain()
+    assert driver.timings == {
+        "a": {"queue": 0.0, "encode": 1.0, "denoise": 1.0, "total": 2.0},
+        "b": {"queue": 2.0, "encode": 1.0, "denoise": 2.0, "total": 5.0},
+    }
+
+
+def test_an_invalid_request_is_answered_and_not_held(drive: Drive) -> None:
+    driver = drive()
+    (answer,) = driver.submit("a", width=100)
+    assert isinstance(answer, Failed)
+    assert (answer.error.kind, answer.error.param) == ("InvalidRequest", "width")
+    assert driver.scheduler.idle
+
+
+def test_requests_take_turns(drive: Drive) -> None:
+    driver = drive(max_batch_size=1)
+    driver.submit("long", num_inference_steps=50)
+    for _ in range(10):
+        driver.tick()
+    driver.submit("short", num_inference_steps=2)
+    before = len(driver.ranks.batches)
+    while "short" not in driver.finished:
+        driver.tick()
+    assert len(driver.ranks.batches) - before <= 2 * 3 + 1, "at most every other unit is the long one's"
+
+
+def test_requests_of_one_key_share_units(drive: Drive) -> None:
+    driver = drive(max_batch_size=4)
+    for name in "abc":
+        driver.submit(name)
+    driver.drain()
+    assert ("a", "b", "c") in driver.ranks.batches
+    assert max(len(batch) for batch in driver.ranks.batches) == 3
+
+
+def test_a_batch_is_capped_by_outputs(drive: Drive) -> None:
+    driver = drive(max_batch_size=4)
+    for name in "abc":
+        driver.submit(name, num_outputs_per_prompt=2)
+    driver.drain()
+    assert max(len(batch) for batch in driver.ranks.batches) == 2
+    assert sorted(driver.finished) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("blame_all", [False, True])
+def test_members_of_a_failed_batch_run_alone_and_only_the_culprit_fails(drive: Drive, blame_all: bool) -> None:
+    driver = drive(Ranks(poison={"bad": 1}, blame_all=blame_all), max_batch_size=4)
+    for name in ("good", "bad", "fine"):
+        driver.submit(name)
+    driver.drain()
+    assert driver.failures() == {"bad": _ERROR}
+    assert sorted(driver.finished) == ["fine", "good"]
+    failed = driver.ranks.batches.index(("good", "bad", "fine"), 4)
+    assert {batch for batch in driver.ranks.batches[failed + 1 : failed + 4]} == {("good",), ("bad",), ("fine",)}
+    assert driver.ranks.batches[-1] == ("good", "fine"), "those that passed share units again"
+    assert driver.ranks.held == {}
+
+
+def test_progress_is_not_told_for_a_unit_that_did_not_pass(drive: Drive) -> None:
+    driver = drive(Ranks(poison={"bad": 0}), max_batch_size=4)
+    driver.submit("good")
+    driver.submit("bad")
+    driver.drain()
+    told = [answer.step for _, answer in driver.answers if isinstance(answer, Progress) and answer.id == "good"]
+    assert told == [1, 1, 2, 3]
+
+
+def _cancel_at(drive: Drive, ticks: int) -> Driver:
+    driver = drive(max_running=1)
+    driver.submit("first")
+    driver.submit("second")
+    for _ in range(ticks):
+        driver.tick()
+    return driver
+
+
+@pytest.mark.parametrize(("ticks", "name"), [(0, "first"), (1, "first"), (2, "first"), (1, "second"), (6, "second")])
+def test_cancel_in_every_state_is_answered_once_and_repeatable(drive: Drive, ticks: int, name: str) -> None:
+    driver = _cancel_at(drive, ticks)
+    (answer,) = driver.send(A, Cancel(name))
+    assert isinstance(answer, Failed)
+    assert answer.error.code == "request_cancelled"
+    assert driver.send(A, Cancel(name)) == []
+    driver.drain()
+    assert driver.send(A, Cancel(name)) == []
+    assert driver.finished == [other for other in ("first", "second") if other != name]
+    assert not any(name in batch for batch in driver.ranks.batches[ticks:]), "no unit runs after it"
+    assert driver.ranks.held == {}
+
+
+def test_cancel_of_what_is_unknown_or_done_does_nothing(drive: Drive) -> None:
+    driver = drive()
+    assert driver.send(A, Cancel("never")) == []
+    driver.submit("a")
+    driver.drain()
+    assert driver.send(A, Cancel("a")) == []
+
+
+def test_a_foreign_client_cannot_cancel(drive: Drive) -> None:
+    driver = drive()
+    driver.submit("a", A)
+    assert driver.send(B, Cancel("a")) == []
+    driver.drain()
+    assert driver.finished == ["a"]
+
+
+def test_the_same_request_sent_again_is_dropped(drive: Drive) -> None:
+    driver = drive()
+    driver.submit("a")
+    assert driver.submit("a") == []
+    driver.tick()
+    assert driver.submit("a") == []
+    driver.drain()
+    assert driver.finished == ["a"]
+
+
+def test_an_id_of_another_client_is_refused_and_the_first_goes_on(drive: Drive) -> None:
+    driver = drive()
+    driver.submit("a", A)
+    (answer,) = driver.submit("a", B)
+    assert isinstance(answer, Failed)
+    assert answer.error.param == "id"
+    assert "UUID" in answer.error.message
+    driver.drain()
+    assert driver.finished == ["a"]
+    assert [client for client, answer in driver.answers if isinstance(answer, Failed)] == [B]
+
+
+def test_a_full_queue_refuses_until_there_is_room(drive: Drive) -> None:
+    driver = drive(limits=Limits(queue=2))
+    driver.submit("a")
+    driver.submit("b")
+    (answer,) = driver.submit("c")
+    assert isinstance(answer, Failed)
+    assert (answer.error.kind, answer.error.retryable) == ("QueueFull", True)
+    assert "limit is 2" in answer.error.message
+    assert driver.submit("a") == [], "one that is held is not refused when it comes again"
+    driver.drain()
+    (accepted,) = driver.submit("c")
+    assert isinstance(accepted, Accepted)
+
+
+def test_bye_cancels_all_of_one_client_and_answers_nothing(drive: Drive) -> None:
+    driver = drive(max_running=2)
+    for name in ("a1", "a2", "a3"):
+        driver.submit(name, A)
+    driver.submit("b", B)
+    driver.tick()
+    assert driver.send(A, Bye()) == []
+    driver.drain()
+    assert driver.finished == ["b"]
+    assert driver.ranks.held == {}
+
+
+def test_no_more_than_max_running_are_held_by_the_ranks(drive: Drive) -> None:
+    driver = drive(max_running=2)
+    for index in range(6):
+        driver.submit(str(index))
+    most = 0
+    while not driver.scheduler.idle:
+        driver.tick()
+        most = max(most, len(driver.ranks.held))
+    assert most == 2
+    assert sorted(driver.finished) == [str(index) for index in range(6)]
+    assert driver.finished[:2] == ["0", "1"], "in order of arrival"
+
+
+def test_fail_all_ends_every_request_once(drive: Drive) -> None:
+    driver = drive(max_running=1)
+    driver.submit("a", A)
+    driver.submit("b", B)
+    driver.tick()
+    answers = driver.scheduler.fail_all(GenerationError("over"))
+    assert [(client, answer.id) for client, answer in answers if isinstance(answer, Failed)] == [(A, "a"), (B, "b")]
+    driver.drain()
+    assert driver.ranks.held == {}
+
+
+def test_ticks_are_numbered_and_the_last_one_stops(drive: Drive) -> None:
+    driver = drive()
+    driver.submit("a")
+    assert [driver.tick().tick for _ in range(2)] == [1, 2]
+    last = driver.scheduler.stop()
+    assert (last.tick, last.stop, last.ids) == (3, True, ())
+
+
+_NAMES = st.sampled_from([f"r{index}" for index in range(6)])
+_ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), _NAMES, st.sampled_from([A, B]), st.integers(1, 4), st.integers(1, 3)),
+    st.tuples(st.just("cancel"), _NAMES, st.sampled_from([A, B])),
+    st.tuples(st.just("bye"), st.sampled_from([A, B])),
+    st.tuples(st.just("tick")),
+    st.tuples(st.just("tick")),
+)
+
+
+@given(
+    actions=st.lists(_ACTIONS, max_size=40),
+    poison=st.dictionaries(_NAMES, st.integers(0, 3), max_size=3),
+    blame_all=st.booleans(),
+    batch=st.integers(1, 5),
+    running=st.integers(1, 4),
+    queue=st.integers(1, 6),
+)
+def test_every_accepted_request_ends_exactly_once(
+    actions: list[tuple[Any, ...]], poison: dict[str, int], blame_all: bool, batch: int, running: int, queue: int
+) -> None:
+    model = ModelSpec(
+        name="m", family="f", defaults={"width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 2},
+        size_multiple=16, frame_stride=4, guidance_off=None,
+    )  # fmt: skip
+    driver = Driver(model, Ranks(poison, blame_all), Limits(queue=queue), max_batch_size=batch, max_running=running)
+    open_now: dict[str, tuple[bytes, int]] = {}  # accepted and not ended -> its client and outputs
+    ended: list[str] = []
+    accepted = 0
+
+    def settle(first_answer: int, first_finished: int) -> None:
+        for client, answer in driver.answers[first_answer:]:
+            if isinstance(answer, Failed) and answer.id in open_now and open_now[answer.id][0] == client:
+                assert answer.error.code == "request_cancelled" or answer.id in poison
+                del open_now[answer.id]
+                ended.append(answer.id)
+        for name in driver.finished[first_finished:]:
+            del open_now[name]
+            ended.append(name)
+
+    for action in [*actions, *[("tick",)] * 200]:
+        marks = len(driver.answers), len(driver.finished)
+        match action:
+            case ("submit", name, client, steps, outputs):
+                held = open_now.get(name)
+                answers = driver.submit(name, client, num_inference_steps=steps, num_outputs_per_prompt=outputs)
+                if answers and isinstance(answers[0], Accepted):
+                    assert held is None
+                    assert len(open_now) < queue
+                    open_now[name] = client, outputs
+                    accepted += 1
+                elif held is not None:
+                    assert (answers == []) == (held[0] == client)
+                    continue  # a refusal of the second client, not an end of the first
+            case ("cancel", name, client):
+                answers = driver.send(client, Cancel(name))
+                assert len(answers) == (name in open_now and open_now[name][0] == client)
+            case ("bye", client):
+                assert driver.send(client, Bye()) == []
+                for name in [name for name, (owner, _) in open_now.items() if owner == client]:
+                    del open_now[name]
+                    ended.append(name)
+            case _:
+                if not driver.scheduler.idle:
+                    plan = driver.tick()
+                    outputs = [open_now[name][1] for name in plan.ids]
+                    assert len(outputs) <= 1 or sum(outputs) <= batch
+        settle(*marks)
+    assert not open_now, "every accepted request has ended"
+    assert len(ended) == accepted
+    assert driver.scheduler.idle
+    assert driver.ranks.held == {}
