@@ -15,11 +15,12 @@ import msgspec
 
 from diffgen.args import ListenArgs, ModelArgs, RunArgs, ServerArgs
 from diffgen.errors import DiffgenError, InvalidRequest
+from diffgen.fields import build, fields, nearest_name
 from diffgen.handle import Event, GenerationHandle, is_final
 from diffgen.loading.hub import local_folder
 from diffgen.loading.index import read_index
 from diffgen.media.save import SaveOptions, check_save, save_result
-from diffgen.params import Limits, ModelSpec, SamplingParams, nearest_name, parse_params
+from diffgen.params import Limits, ModelSpec, SamplingParams, parse_params
 from diffgen.result import GenerationResult
 from diffgen.server.supervisor import RankStatus, Supervisor
 from diffgen.wire.client import Connection
@@ -232,17 +233,14 @@ def _dtype_name(dtype: Any) -> str | None:
 
 
 def _server_args(options: dict[str, Any], limits: Limits | None) -> ServerArgs:
-    groups: dict[str, Any] = {"model": ModelArgs, "run": RunArgs, "listen": ListenArgs}
-    owner = {field.name: group for group, kind in groups.items() for field in msgspec.structs.fields(kind)}
+    groups: dict[str, type[msgspec.Struct]] = {"model": ModelArgs, "run": RunArgs, "listen": ListenArgs}
+    owner = {name: group for group, struct in groups.items() for name in fields(struct)}
     values: dict[str, dict[str, Any]] = {group: {} for group in groups}
     for name, value in options.items():
         if name not in owner:
             raise InvalidRequest(f"unknown option {name!r}; {nearest_name(name, owner)}", param=name)
         values[owner[name]][name] = value
-    try:
-        built = {group: msgspec.convert(values[group], kind) for group, kind in groups.items()}
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from None
+    built: dict[str, Any] = {group: build(struct, values[group]) for group, struct in groups.items()}
     return ServerArgs(limits=limits or Limits(), **built)
 
 

@@ -9,9 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from diffgen.errors import InvalidRequest
-from diffgen.params import Limits, nearest_name, refuse
+from diffgen.fields import check_ranges, fields, nearest_name, refuse
+from diffgen.params import Limits
 
 MAX_LIMIT = 10**15  # "no limit" in practice, and exact in every number format
+
+LIMITS = frozenset(fields(Limits))
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -73,19 +76,11 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def check_args(args: ServerArgs) -> None:
     """Rules that need no device and no model. Raises :class:`InvalidRequest`."""
-    for field in msgspec.structs.fields(RunArgs):
-        rules = next((meta.extra or {} for meta in getattr(field.type, "__metadata__", ())), {})
-        value = getattr(args.run, field.name)
-        if value is None:
-            continue
-        if "min" in rules and not value >= rules["min"]:
-            refuse(field.name, f"{field.name} is {value}; it must be at least {rules['min']}")
-        if "max" in rules and value > rules["max"]:
-            refuse(field.name, f"{field.name} is {value}; it must be at most {rules['max']}")
-    for field in msgspec.structs.fields(Limits):
-        value = getattr(args.limits, field.name)
+    check_ranges(args.run)
+    for name in LIMITS:
+        value = getattr(args.limits, name)
         if not 1 <= value <= MAX_LIMIT:
-            refuse("limit", f"limit {field.name} is {value}; it must be from 1 to {MAX_LIMIT}")
+            refuse("limit", f"limit {name} is {value}; it must be from 1 to {MAX_LIMIT}")
     address = args.listen.address
     if address is not None and not address.startswith(("tcp://", "ipc://")):
         refuse("address", f"address {address!r} must be tcp://HOST:PORT or ipc://PATH")
@@ -104,14 +99,13 @@ def check_token(token: str) -> None:
 
 def parse_limits(items: list[str]) -> Limits:
     """Limits from NAME=VALUE texts. Raises :class:`InvalidRequest` for an unknown name or a value below 1."""
-    known = {field.name for field in msgspec.structs.fields(Limits)}
     values: dict[str, int] = {}
     for item in items:
         name, sign, value = item.partition("=")
         if not sign or re.fullmatch("[0-9]{1,18}", value) is None or not 1 <= int(value) <= MAX_LIMIT:
             rule = f"must be NAME=VALUE with a whole number from 1 to {MAX_LIMIT}, such as steps=100"
             raise InvalidRequest(f"limit {item!r:.100} {rule}", param="limit")
-        if name not in known:
-            raise InvalidRequest(f"unknown limit {name!r}; {nearest_name(name, known)}", param="limit")
+        if name not in LIMITS:
+            raise InvalidRequest(f"unknown limit {name!r}; {nearest_name(name, LIMITS)}", param="limit")
         values[name] = int(value)
     return Limits(**values)

@@ -7,27 +7,21 @@ server's limits: rank 0 calls it on every request before any work is done. ``Non
 
 from __future__ import annotations
 
-import difflib
 import math
-import numbers
-import operator
 import re
 import secrets
-import typing
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from diffgen.errors import InvalidRequest
+from diffgen.fields import MAX_INT, build, check_ranges, fields, refuse, shown
 
-MAX_SEED = 2**63 - 1
+MAX_SEED = MAX_INT
 MAX_TEXT = 2**19  # bytes of one text: a request with all its texts stays well below what a message may hold
 
-# Keys of ``Meta.extra``: min/max bound the value, above is an open lower bound, batch marks a field that two requests
-# must share to run in one forward, alias is a second name, cli=False keeps a field out of the command line.
 _BATCH = {"batch": True}
 
 
@@ -118,61 +112,7 @@ class Resolved(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-_FIELDS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
-_HINTS = typing.get_type_hints(SamplingParams, include_extras=True)
-_ALIASES = {
-    meta["alias"]: name
-    for name in _FIELDS
-    for meta in [typing.get_args(_HINTS[name])[1].extra or {}]
-    if "alias" in meta
-}
-BATCH_FIELDS = tuple(name for name in _FIELDS if (typing.get_args(_HINTS[name])[1].extra or {}).get("batch"))
-
-
-def nearest_name(name: str, known: typing.Iterable[str]) -> str:
-    """A remedy for a misspelt name: the closest known one, or all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-
-
-def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
-    raise InvalidRequest(message, code=code or f"invalid_{param}", param=param)
-
-
-def _canonical(values: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    given: dict[str, str] = {}
-    for key, value in values.items():
-        name = _ALIASES.get(key, key)
-        if name not in _FIELDS:
-            remedy = nearest_name(key, [*_FIELDS, *_ALIASES])
-            raise InvalidRequest(f"unknown parameter {key!r}; {remedy}", code="unknown_parameter", param=key)
-        if name in found:
-            refuse(name, f"{given[name]} and {key} are the same parameter; give one of them")
-        found[name], given[name] = _plain(value), key
-    return found
-
-
-def _plain(value: object) -> object:
-    """Numbers and texts of other libraries, such as numpy's, as Python's own; anything else as it is."""
-    if isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if hasattr(value, "__index__"):
-        try:
-            return operator.index(value)
-        except TypeError:
-            return value  # an array of several numbers, say
-    return float(value) if isinstance(value, numbers.Real) else value
-
-
-def _shown(value: object) -> str:
-    """A value for an error text, short."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest
-    return f"{value!r:.200}"
+BATCH_FIELDS = tuple(name for name, field in fields(SamplingParams).items() if field.extra.get("batch"))
 
 
 def parse_params(values: Mapping[str, object]) -> SamplingParams:
@@ -180,42 +120,24 @@ def parse_params(values: Mapping[str, object]) -> SamplingParams:
 
     Raises :class:`InvalidRequest` naming the parameter, its value, the rule and the remedy.
     """
-    found = _canonical(values)
-    if found.get("prompt") is None:
+    if values.get("prompt") is None:
         refuse("prompt", "prompt is missing; give a text (an empty one is allowed)", "missing_parameter")
-    for name, value in found.items():
-        try:
-            msgspec.convert(value, _FIELDS[name].type, strict=True)
-        except (msgspec.ValidationError, TypeError, OverflowError):
-            refuse(name, f"{name} is {_shown(value)}; it must be {_type_words(_FIELDS[name].type)}")
-    try:
-        params = msgspec.convert(found, SamplingParams, strict=True)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from None
+    params = build(SamplingParams, values)
     check_params(params)
     return params
 
 
-def _type_words(annotation: Any) -> str:
-    words = {int: "an integer", float: "a number", str: "a text"}
-    if typing.get_origin(annotation) is Annotated:
-        annotation = typing.get_args(annotation)[0]
-    parts = [part for part in typing.get_args(annotation) or (annotation,) if part is not type(None)]
-    return " or ".join(words.get(part, repr(part)) for part in parts)
-
-
 def check_params(params: SamplingParams) -> None:
     """Ranges and text rules that hold for every model. Raises :class:`InvalidRequest`."""
-    for name in _FIELDS:
+    check_ranges(params)
+    for name in fields(SamplingParams):
         value = getattr(params, name)
         if isinstance(value, str):
             _check_text(name, value)
-        elif value is not None:
-            _check_range(name, value, typing.get_args(_HINTS[name])[1].extra or {})
     count = params.num_outputs_per_prompt or 1
     if params.seed is not None and params.seed > MAX_SEED - (count - 1):
         rule = f"seed + outputs - 1 must be at most 2**63 - 1 ({MAX_SEED})"
-        refuse("seed", f"seed {_shown(params.seed)} with {count} output(s): {rule}; use a smaller seed")
+        refuse("seed", f"seed {shown(params.seed)} with {count} output(s): {rule}; use a smaller seed")
 
 
 def _check_text(name: str, value: str) -> None:
@@ -227,19 +149,6 @@ def _check_text(name: str, value: str) -> None:
         refuse(name, f"{name} holds half of a surrogate pair at position {error.start}; send valid Unicode")
     if size > MAX_TEXT:
         refuse(name, f"{name} has {size} bytes; a text may have at most {MAX_TEXT}; shorten it", f"{name}_too_long")
-
-
-def _check_range(name: str, value: float, rules: Mapping[str, float]) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        refuse(name, f"{name} is {value}; it must be a finite number")
-    if abs(value) > MAX_SEED and not (name == "seed" and value > 0):
-        refuse(name, f"{name} is {_shown(value)}; it must fit in 64 bits")
-    if "min" in rules and value < rules["min"]:
-        refuse(name, f"{name} is {value}; it must be at least {rules['min']}")
-    if "above" in rules and value <= rules["above"]:
-        refuse(name, f"{name} is {value}; it must be more than {rules['above']}")
-    if "max" in rules and value > rules["max"]:
-        refuse(name, f"{name} is {value}; it must be at most {rules['max']}")
 
 
 def resolve(params: SamplingParams, model: ModelSpec, limits: Limits) -> Resolved:

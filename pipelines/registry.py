@@ -9,8 +9,8 @@ import torch
 
 from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
+from diffgen.fields import nearest_name
 from diffgen.loading.index import read_index
-from diffgen.params import nearest_name
 from pipelines.base import ComposedPipelineBase
 
 # name -> module:Class, imported when used.

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from diffgen.errors import InvalidRequest, ModelError
-from diffgen.params import SamplingParams, nearest_name, parse_params
+from diffgen.fields import nearest_name
+from diffgen.params import SamplingParams, parse_params
 
 # What a request says for itself, or in another way (size is width and height), has no default of the model's.
 _DEFAULTS = {field.name for field in msgspec.structs.fields(SamplingParams)} - {
