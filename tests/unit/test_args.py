@@ -15,9 +15,18 @@ from diffgen.params import Limits
 
 @pytest.mark.parametrize(
     ("field", "value", "bound"),
-    [("num_gpus", 0, "1"), ("num_gpus", -1, "1"), ("threads", 0, "1"), ("max_batch_size", 0, "1")]
-    + [("max_batch_size", 33, "32"), ("max_running", 0, "1"), ("start_timeout", 0.5, "1")]
-    + [("start_timeout", math.nan, "1"), ("start_timeout", math.inf, "604800")],
+    [
+        ("num_gpus", 0, "1"),
+        ("num_gpus", -1, "1"),
+        ("threads", 0, "1"),
+        ("max_batch_size", 0, "1"),
+        ("max_batch_size", 33, "32"),
+        ("max_running", 0, "1"),
+        ("start_timeout", 0.5, "1"),
+        ("start_timeout", math.nan, "finite"),
+        ("start_timeout", math.inf, "finite"),
+        ("start_timeout", 1e9, "604800"),
+    ],
 )
 def test_numbers_out_of_range_are_named(field: str, value: float, bound: str) -> None:
     values: Any = {field: value}

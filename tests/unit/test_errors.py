@@ -13,7 +13,10 @@ from diffgen.errors import DiffgenError, ErrorInfo, InvalidRequest, QueueFull, S
 
 
 def _all(base: type[DiffgenError]) -> list[type[DiffgenError]]:
-    return [base, *(kind for child in base.__subclasses__() if child.__module__ == base.__module__ for kind in _all(child))]
+    return [
+        base,
+        *(kind for child in base.__subclasses__() if child.__module__ == base.__module__ for kind in _all(child)),
+    ]
 
 
 @pytest.mark.parametrize("kind", _all(DiffgenError))

@@ -22,7 +22,7 @@ import json, socket, sys, time
 def fail(*args, **options):
     print("NETWORK", args, file=sys.stderr)
     raise SystemExit("network used")
-import huggingface_hub  # its import is not what is timed
+from huggingface_hub import snapshot_download  # its import is not what is timed
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = fail
 from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
@@ -44,7 +44,8 @@ def resolve(run_python: RunPython, names: list[str], **env: str) -> dict[str, tu
     done = run_python(RESOLVE, json.dumps(names), env={**clean, **env})
     assert "NETWORK" not in done.stderr
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    found: dict[str, tuple[str, float]] = json.loads(done.stdout)
+    return found
 
 
 def test_no_name_is_the_bundled_model() -> None:
@@ -63,8 +64,30 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_names_that_are_no_model_fail_at_once_without_the_network(run_python: RunPython, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    paths = ["./nope", "/nope", "../nope", "~/nope", "~nobody-here/x", "nope", "a/b/c", "a//b", "C:\\models\\x", "", " "]
-    odd = ["-rf", "http://host/x", "hf://org/name", "org/na me", "a\nb/c", "a\0b", "猫" * 300, "x" * 5000, "org/name@main"]
+    paths = [
+        "./nope",
+        "/nope",
+        "../nope",
+        "~/nope",
+        "~nobody-here/x",
+        "nope",
+        "a/b/c",
+        "a//b",
+        "C:\\models\\x",
+        "",
+        " ",
+    ]
+    odd = [
+        "-rf",
+        "http://host/x",
+        "hf://org/name",
+        "org/na me",
+        "a\nb/c",
+        "a\0b",
+        "猫" * 300,
+        "x" * 5000,
+        "org/name@main",
+    ]
     ids = ["org/..", "../x", "org/x.git", "ör/ñ", "-a/b", "a--b/c", "a/.b"]
     found = resolve(run_python, [*paths, *odd, *ids, "file"])
     for name, (outcome, seconds) in found.items():
@@ -125,5 +148,5 @@ except ModelError as error:
 def test_an_error_names_the_file_that_was_given(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_text("")
-    with pytest.raises(ModelError, match="give the folder that holds model_index.json"):
+    with pytest.raises(ModelError, match=r"give the folder that holds model_index\.json"):
         resolve_model(ModelArgs(model_path=str(file)))

@@ -30,7 +30,7 @@ INDEX = {
 def folder(tmp_path: Path) -> Path:
     """A complete folder, with empty files for weights and shards in the transformer."""
     root = tmp_path / "model"
-    for name, files in {
+    contents: dict[str, dict[str, Any]] = {
         "": {"model_index.json": INDEX},
         "scheduler": {"scheduler_config.json": {}},
         "tokenizer": {"tokenizer.json": {}, "tokenizer_config.json": {}},
@@ -43,7 +43,8 @@ def folder(tmp_path: Path) -> Path:
             "diffusion_pytorch_model-00001-of-00002.safetensors": None,
             "diffusion_pytorch_model-00002-of-00002.safetensors": None,
         },
-    }.items():
+    }
+    for name, files in contents.items():
         (root / name).mkdir(exist_ok=True, parents=True)
         for file, content in files.items():
             (root / name / file).write_text("" if content is None else json.dumps(content))

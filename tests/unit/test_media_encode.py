@@ -31,10 +31,17 @@ def test_png_is_lossless(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("frames", "fps", "rate"),
-    [(9, 8.0, Fraction(8)), (5, 23.976, Fraction(24000, 1001)), (2, 12.5, Fraction(25, 2)), (81, 16.0, Fraction(16))]
-    + [(3, 0.5, Fraction(1, 2))],
+    [
+        (9, 8.0, Fraction(8)),
+        (5, 23.976, Fraction(24000, 1001)),
+        (2, 12.5, Fraction(25, 2)),
+        (81, 16.0, Fraction(16)),
+        (3, 0.5, Fraction(1, 2)),
+    ],
 )
-def test_mp4_has_exactly_the_frames_at_exactly_the_rate(tmp_path: Path, frames: int, fps: float, rate: Fraction) -> None:
+def test_mp4_has_exactly_the_frames_at_exactly_the_rate(
+    tmp_path: Path, frames: int, fps: float, rate: Fraction
+) -> None:
     save_mp4(_clip(frames), tmp_path / "a.mp4", fps)
     with av.open(str(tmp_path / "a.mp4")) as container:
         stream = container.streams.video[0]
@@ -43,10 +50,10 @@ def test_mp4_has_exactly_the_frames_at_exactly_the_rate(tmp_path: Path, frames: 
         assert stream.average_rate == rate
         decoded = list(container.decode(stream))
         assert len(decoded) == frames
+        assert stream.time_base is not None
         times = [frame.pts * stream.time_base for frame in decoded if frame.pts is not None]
         assert times == [index / rate for index in range(frames)]
         assert stream.duration is not None
-        assert stream.time_base is not None
         assert abs(stream.duration * stream.time_base - frames / rate) < Fraction(1, 1000), "the container's own unit"
 
 
@@ -75,7 +82,9 @@ def test_colours_are_right_under_the_matrix_that_the_file_names(tmp_path: Path, 
         assert context.color_range == ColorRange.MPEG
         assert (context.color_primaries, context.color_trc) == (1, 1)
         frame = list(container.decode(video=0))[1]
-        planes = [np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[16, 16].item() for plane in frame.planes]
+        planes = [
+            np.frombuffer(bytes(plane), np.uint8).reshape(-1, plane.line_size)[16, 16].item() for plane in frame.planes
+        ]
     np.testing.assert_allclose(_bt709(*planes), colour, atol=4)
 
 

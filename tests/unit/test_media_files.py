@@ -32,7 +32,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
         ("..", "output"),
         ("/", "output"),
         ("../../etc/passwd", "etc-passwd"),
-        ("a\\b:c*d?e\"f<g>h|i", "a-b-c-d-e-f-g-h-i"),
+        ('a\\b:c*d?e"f<g>h|i', "a-b-c-d-e-f-g-h-i"),
         ("CON", "CON-"),
         ("lpt1", "lpt1-"),
         ("l1\nl2", "l1-l2"),
@@ -81,7 +81,10 @@ def test_an_extension_in_the_name_is_not_doubled() -> None:
 
 
 def _save(text: str) -> Callable[[Path], None]:
-    return lambda path: path.write_text(text) and None
+    def save(path: Path) -> None:
+        path.write_text(text)
+
+    return save
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

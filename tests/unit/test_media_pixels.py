@@ -20,7 +20,15 @@ def _pixels(unit: list[float], dtype: torch.dtype = torch.float32) -> list[int]:
 
 def test_values_are_clamped_then_rounded() -> None:
     assert _pixels([-0.01, 0, 0.4999 / 255, 0.5, 1, 1.002]) == [0, 0, 0, 128, 255, 255]
-    assert _pixels([0.51 / 255, 1.49 / 255, 1.51 / 255, 254.4 / 255, 254.6 / 255, 1e9, -1e9]) == [1, 1, 2, 254, 255, 255, 0]
+    assert _pixels([0.51 / 255, 1.49 / 255, 1.51 / 255, 254.4 / 255, 254.6 / 255, 1e9, -1e9]) == [
+        1,
+        1,
+        2,
+        254,
+        255,
+        255,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -9,7 +9,14 @@ from diffgen.scheduler.policy import choose
 
 
 def job(
-    name: str, *, outputs: int = 1, key: object = "k", stage: int = 1, last: int = 0, arrived: float = 0, alone: bool = False
+    name: str,
+    *,
+    outputs: int = 1,
+    key: object = "k",
+    stage: int = 1,
+    last: int = 0,
+    arrived: float = 0,
+    alone: bool = False,
 ) -> Job:
     params = SamplingParams(prompt="a", num_outputs_per_prompt=outputs)
     position = Position(stage, "denoise", 0, 4, key)

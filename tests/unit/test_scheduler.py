@@ -207,7 +207,7 @@ def test_members_of_a_failed_batch_run_alone_and_only_the_culprit_fails(drive: D
     assert driver.failures() == {"bad": _ERROR}
     assert sorted(driver.finished) == ["fine", "good"]
     failed = driver.ranks.batches.index(("good", "bad", "fine"), 4)
-    assert {batch for batch in driver.ranks.batches[failed + 1 : failed + 4]} == {("good",), ("bad",), ("fine",)}
+    assert set(driver.ranks.batches[failed + 1 : failed + 4]) == {("good",), ("bad",), ("fine",)}
     assert driver.ranks.batches[-1] == ("good", "fine"), "those that passed share units again"
     assert driver.ranks.held == {}
 

@@ -159,6 +159,15 @@ def test_a_request_is_answered(serve: Serve, connect: Connect, model: ModelSpec)
     assert [type(event).__name__ for event in handle.events()] == ["Accepted", "Progress", "GenerationResult"]
 
 
+@pytest.mark.xfail(strict=False, reason="the monitor is attached after the connect, and may miss the handshake")
+def test_every_one_of_many_connections_is_welcomed(serve: Serve, connect: Connect) -> None:
+    serve()
+    for _ in range(50):
+        connection = connect()
+        connection.wait_ready(2)
+        connection.close()
+
+
 def test_requests_from_many_threads_each_get_their_own_answer(serve: Serve, connect: Connect) -> None:
     server = serve()
     connection = connect()

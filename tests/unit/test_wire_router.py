@@ -66,10 +66,11 @@ class Raw:
     """A client of bare frames."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         if token is not None:
-            self.socket.plain_username, self.socket.plain_password = USER.encode(), token.encode()
+            self.socket.setsockopt(zmq.PLAIN_USERNAME, USER.encode())
+            self.socket.setsockopt(zmq.PLAIN_PASSWORD, token.encode())
         self.socket.connect(address)
 
     def __enter__(self) -> Raw:
@@ -188,7 +189,8 @@ def test_a_connection_with_the_token_is_welcomed(served: Served, model: ModelSpe
 
 
 @pytest.mark.parametrize(
-    "token", ["wrong", pytest.param(None, marks=pytest.mark.xfail(strict=True, reason="says only: refused this client"))]
+    "token",
+    ["wrong", pytest.param(None, marks=pytest.mark.xfail(strict=True, reason="says only: refused this client"))],
 )
 def test_a_connection_without_the_token_hears_why_at_once(served: Served, token: str | None) -> None:
     connection = Connection(served.router.address, token)

@@ -1,0 +1,81 @@
+"""Which family serves a model. No weights are loaded here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from pipelines.base import ComposedPipelineBase
+from pipelines.registry import FAMILIES, SERVED, find_family, load_pipeline
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "UnheardOfPipeline"}))
+    return tmp_path
+
+
+def test_every_registered_family_can_be_imported_and_serves_what_the_table_says() -> None:
+    for name, path in FAMILIES.items():
+        family = find_family(path)
+        assert issubclass(family, ComposedPipelineBase)
+        assert set(family.serves) == {served for served, owner in SERVED.items() if owner == name}
+
+
+def test_every_served_class_has_a_family() -> None:
+    assert set(SERVED.values()) == set(FAMILIES)
+
+
+def test_a_model_of_no_family_lists_the_known(folder: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_pipeline(folder, ModelArgs(), CPU)
+    assert caught.value.code == "unsupported_model"
+    for word in ("UnheardOfPipeline", str(folder), "WanPipeline", "module:Class"):
+        assert word in caught.value.message
+
+
+def test_an_unknown_name_lists_the_known(folder: Path) -> None:
+    with pytest.raises(ModelError, match="unknown pipeline 'wann'; did you mean 'wan'"):
+        load_pipeline(folder, ModelArgs(pipeline="wann"), CPU)
+
+
+def test_a_family_refuses_what_it_does_not_serve(folder: Path) -> None:
+    for name in ("wan", "pipelines.wan:WanPipeline"):
+        with pytest.raises(ModelError, match="is a UnheardOfPipeline; WanPipeline serves WanPipeline") as caught:
+            load_pipeline(folder, ModelArgs(pipeline=name), CPU)
+        assert caught.value.code == "unsupported_model"
+
+
+@pytest.mark.parametrize("path", ["nowhere:Class", "pipelines.wan:Nothing", "pipelines.wan:", "os:path"])
+def test_a_class_that_is_not_there_is_named(path: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        find_family(path)
+    assert caught.value.code == "unsupported_model"
+    assert repr(path) in caught.value.message
+
+
+@pytest.mark.xfail(raises=(ValueError, TypeError), strict=True, reason="importlib's own errors for a name that is none")
+@pytest.mark.parametrize("path", [":Class", ".wan:WanPipeline"])
+def test_a_module_name_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(ModelError):
+        find_family(path)
+
+
+def test_a_class_from_outside_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_family.py").write_text(
+        "from pipelines.base import ComposedPipelineBase\n\nclass Mine(ComposedPipelineBase):\n    serves = ('X',)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_family("my_family:Mine").__name__ == "Mine"
+
+
+def test_an_incomplete_folder_is_said_before_anything_is_imported(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model_index\.json"):
+        load_pipeline(tmp_path, ModelArgs(pipeline="nowhere:Class"), CPU)
