@@ -373,6 +373,7 @@ def test_a_result_that_does_not_fit_its_header_fails_the_request(serve: Serve, c
 def test_a_server_of_another_version_is_named_plainly(connect: Connect, address: str) -> None:
     context = zmq.Context()
     with context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.RCVTIMEO, 5000)
         server.bind(address)
         connection = connect()
         client, *_ = server.recv_multipart()
@@ -388,6 +389,7 @@ def test_a_server_of_another_version_is_named_plainly(connect: Connect, address:
 def test_something_else_at_the_address_is_no_diffgen_server(connect: Connect, address: str) -> None:
     context = zmq.Context()
     with context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.RCVTIMEO, 5000)
         server.bind(address)
         connection = connect()
         client, *_ = server.recv_multipart()
@@ -400,6 +402,7 @@ def test_something_else_at_the_address_is_no_diffgen_server(connect: Connect, ad
 def test_the_first_frame_of_every_message_is_the_version(address: str, connect: Connect) -> None:
     context = zmq.Context()
     with context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.RCVTIMEO, 5000)
         server.bind(address)
         connect()
         _, prefix, body = server.recv_multipart()
