@@ -29,6 +29,8 @@ from diffgen.wire.messages import Progress
 ProgressCallback = Callable[[Progress], None]
 
 _HELLO_S = 30.0
+# Requests of one list that a server holds at a time: enough to fill its batches, few enough for its queue.
+_WINDOW = 32
 
 
 class DiffGenerator:
@@ -160,6 +162,8 @@ class DiffGenerator:
             DiffgenError: see ``raise_errors``.
             TimeoutError: ``timeout`` has passed.
         """
+        if timeout is not None and not timeout >= 0:
+            raise InvalidRequest(f"timeout is {timeout}; it must be seconds, 0 or more, or None", param="timeout")
         prompts: Sequence[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt)
         is_list = not (prompt is None or isinstance(prompt, str))
         save = None
@@ -173,9 +177,7 @@ class DiffGenerator:
                 check_save(save, params)
         handles: list[GenerationHandle] = []
         try:
-            for params in all_params:
-                handles.append(self._connection.submit(params))
-            for event in _merged(handles, timeout):
+            for event in self._events(all_params, handles, timeout):
                 if callback is not None and isinstance(event, Progress):
                     callback(event)
         except BaseException:
@@ -188,6 +190,28 @@ class DiffGenerator:
                 if result.error is not None:
                     raise result.error
         return results if is_list else results[0]
+
+    def _events(
+        self, all_params: list[SamplingParams], handles: list[GenerationHandle], timeout: float | None
+    ) -> Iterator[Event]:
+        """Submit requests in order, a window of them at a time, and yield their events until each has ended.
+
+        Handles are appended as they are made. Raises :class:`TimeoutError`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        ended = 0
+        while ended < len(all_params):
+            while len(handles) < min(len(all_params), ended + _WINDOW):
+                handles.append(self._connection.submit(all_params[len(handles)]))
+                handles[-1].subscribe(events.put)
+            try:
+                event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                late = len(all_params) - ended
+                raise TimeoutError(f"{late} request(s) had not ended after {timeout:g} s and were cancelled") from None
+            ended += is_final(event)
+            yield event
 
     async def agenerate(self, prompt: str | None = None, **sampling: Any) -> GenerationResult:
         """:meth:`generate` of one prompt for asyncio; cancelling the task cancels the request."""
@@ -238,26 +262,11 @@ def _server_args(options: dict[str, Any], limits: Limits | None) -> ServerArgs:
     values: dict[str, dict[str, Any]] = {group: {} for group in groups}
     for name, value in options.items():
         if name not in owner:
-            raise InvalidRequest(f"unknown option {name!r}; {nearest_name(name, owner)}", param=name)
+            remedy = nearest_name(name, owner)
+            raise InvalidRequest(f"unknown option {name!r}; {remedy}", code="unknown_parameter", param=name)
         values[owner[name]][name] = value
     built: dict[str, Any] = {group: build(struct, values[group]) for group, struct in groups.items()}
     return ServerArgs(limits=limits or Limits(), **built)
-
-
-def _merged(handles: Sequence[GenerationHandle], timeout: float | None) -> Iterator[Event]:
-    """Events of several requests as they come, until each has ended. Raises :class:`TimeoutError`."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for handle in handles:
-        handle.subscribe(events.put)
-    running = len(handles)
-    while running:
-        try:
-            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise TimeoutError(f"{running} request(s) had not ended after {timeout:g} s and were cancelled") from None
-        running -= is_final(event)
-        yield event
 
 
 def _settled(handle: GenerationHandle, save: SaveOptions | None) -> GenerationResult:

@@ -57,6 +57,11 @@ class DiffgenError(Exception):
     def info(self) -> ErrorInfo:
         return ErrorInfo(type(self).__name__, self.code, self.message, self.retryable, self.param)
 
+    def prefixed(self, where: str) -> DiffgenError:
+        """The same error, with its message told to come from ``where``."""
+        message = f"{where}: {self.message}"
+        return type(self)(message, code=self.code, retryable=self.retryable, param=self.param)
+
     def __reduce__(self) -> tuple[object, tuple[ErrorInfo]]:
         # Keyword-only arguments are lost by the default reduction, and executors of the user's may pickle errors.
         return error_from, (self.info(),)

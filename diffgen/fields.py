@@ -56,9 +56,9 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """A remedy for a misspelt name: the closest known one, or all of them."""
+    """A remedy for a wrong name: the known one that is closest or contains it, or all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1) or [other for other in known if len(name) > 2 and name in other]
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 

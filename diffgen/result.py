@@ -27,7 +27,7 @@ class GenerationResult:
         timings: seconds of each stage, of waiting ("queue") and from arrival to answer ("total").
         peak_memory_mb: the most memory that rank 0 has held: on the device, or resident on a CPU.
         paths: files written, one an output, when saving was asked for.
-        error: None, or why there are no outputs (only in the results of a list of prompts).
+        error: None, or why there are no outputs; see ``raise_errors`` of :meth:`DiffGenerator.generate`.
     """
 
     id: str

@@ -60,9 +60,12 @@ class ComposedPipelineBase(abc.ABC):
         """A warning for each text of which the encoder reads only the first ``length`` tokens, with the lost tail."""
         warnings = []
         for name in ("prompt", "negative_prompt"):
-            ids = tokenizer(getattr(params, name) or "", truncation=False).input_ids
+            text = getattr(params, name) or ""
+            encoded = tokenizer(text, truncation=False, return_offsets_mapping=tokenizer.is_fast)
+            ids = encoded.input_ids
             if length is not None and len(ids) > length:
-                lost = tokenizer.decode(ids[length - 1 :], skip_special_tokens=True)
+                # The last place read is the end token's.
+                lost = text[encoded.offset_mapping[length - 1][0] :] if tokenizer.is_fast else "its end"
                 warnings.append(f"{name} has {len(ids)} tokens and the encoder reads {length}; cut off: {lost!r:.200}")
         return tuple(warnings)
 

@@ -14,6 +14,7 @@ from diffgen.api import DiffGenerator
 from diffgen.args import ModelArgs, RunArgs, parse_limits
 from diffgen.cli.flags import given
 from diffgen.cli.progress import ProgressBar
+from diffgen.fields import build
 from diffgen.media.save import SaveOptions, check_save
 from diffgen.params import SamplingParams, parse_params
 from diffgen.result import GenerationResult
@@ -23,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate one prompt's outputs and print a line for each file."""
     # What can be wrong without a model is found before it is loaded.
     params = parse_params(given(arguments, SamplingParams))
-    save = SaveOptions(**{"output_path": "outputs", **given(arguments, SaveOptions)})
+    save = build(SaveOptions, given(arguments, SaveOptions))
     check_save(save, params)
     limits = parse_limits(arguments.limit)
     options: dict[str, Any] = {}

@@ -21,7 +21,7 @@ class ProgressBar:
             return
         from tqdm import tqdm
 
-        if self._bar is None or self._bar.desc != f"{progress.stage}: ":
+        if self._bar is None or self._bar.desc != progress.stage:
             self.close()
             self._bar = tqdm(total=progress.total, desc=progress.stage, file=sys.stderr, leave=False)
         self._bar.update(progress.step - self._bar.n)

@@ -18,7 +18,7 @@ from diffgen.result import GenerationResult
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the client writes what it gets; the server never sees these."""
 
-    output_path: Annotated[str, Meta(description="folder for the files")]
+    output_path: Annotated[str, Meta(description="folder for the files")] = "outputs"
     output_file_name: Annotated[
         str | None, Meta(description="name of the files, with or without .png or .mp4; from prompt and seed when unset")
     ] = None

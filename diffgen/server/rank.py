@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffgen.errors import DiffgenError, StartFailed
+from diffgen.errors import DiffgenError, StartFailed, WorkerDied
 from diffgen.server.pipe import TO_RANK, Heartbeat, Pipe, RankError, Ready, Start, Stop, ToRank
 
 if TYPE_CHECKING:
@@ -41,20 +41,21 @@ def main() -> None:
         level=start.args.run.log_level.upper(),
         format=f"%(asctime)s rank {start.rank} %(levelname)s %(name)s: %(message)s",
     )
-    threading.excepthook = lambda failed: _fail(pipe, failed.exc_value or RuntimeError("a thread failed"))
     stops: queue.SimpleQueue[Any] = queue.SimpleQueue()
     watch = _Watch(pipe, start, parent, stops)
+    # A rank without one of its threads would keep its clients waiting.
+    threading.excepthook = lambda failed: _fail(pipe, failed.exc_value or RuntimeError("in a thread"), watch.started)
     try:
         _serve(start, pipe, watch, stops)
     except BaseException as error:
         # The border of the process: the parent must learn the reason before it sees the pipe close.
         logger.debug("rank %d ends", start.rank, exc_info=True)
-        _fail(pipe, error)
+        _fail(pipe, error, watch.started)
     _exit(0)
 
 
-def _fail(pipe: Pipe[ToRank], error: BaseException) -> None:
-    pipe.send(RankError(_as_diffgen_error(error).info()))
+def _fail(pipe: Pipe[ToRank], error: BaseException, started: bool) -> None:
+    pipe.send(RankError(_as_diffgen_error(error, started).info()))
     _exit(1)
 
 
@@ -65,11 +66,12 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _as_diffgen_error(error: BaseException) -> DiffgenError:
+def _as_diffgen_error(error: BaseException, started: bool) -> DiffgenError:
     if isinstance(error, DiffgenError):
         return error
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return StartFailed(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+    kind = WorkerDied if started else StartFailed
+    return kind(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
 
 
 class _Watch:
@@ -80,6 +82,10 @@ class _Watch:
         self._pipe, self._folder, self._parent, self._stops = pipe, start.run_folder, parent, stops
         threading.Thread(target=self._listen, name="pipe", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    @property
+    def started(self) -> bool:
+        return self.progress is not None
 
     def _listen(self) -> None:
         try:

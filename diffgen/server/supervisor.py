@@ -170,8 +170,7 @@ class Supervisor:
         for rank in ended:
             error = rank.status.error
             if error is not None and (late or error.code != PEER_LOST):
-                message = f"rank {rank.status.rank}: {error.message}"
-                return self._fail(type(error)(message, code=error.code, retryable=error.retryable, param=error.param))
+                return self._fail(error.prefixed(f"rank {rank.status.rank}"))
             if error is None and (late or rank.process.poll() is not None):
                 kind = WorkerDied if self._all_ready() else StartFailed
                 return self._fail(kind(f"rank {rank.status.rank} (pid {rank.status.pid}) {_ending(rank.process)}"))

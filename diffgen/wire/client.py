@@ -178,8 +178,9 @@ class Connection:
             if self._lost_at is None:
                 self._lost_at = time.monotonic()
         elif event & _HANDSHAKE_FAILED:
-            rule = "give the token the server was started with" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else ""
-            self.end(ConnectionFailed(f"{self.address} refused this client; {rule}", code="unauthorized"))
+            remedy = "give the token that the server was started with"
+            refusal = f"{self.address} refused this client; {remedy}"
+            self.end(ConnectionFailed(refusal, code="unauthorized", retryable=False))
 
     def _send_waiting(self) -> bool:
         for message in self._outgoing.take():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import socket as socketlib
@@ -14,14 +15,20 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from diffgen.args import ListenArgs
-from diffgen.errors import ProtocolError, StartFailed
+from diffgen.errors import ErrorInfo, ProtocolError, StartFailed
 from diffgen.wire import codec
 from diffgen.wire.mailbox import Mailbox
-from diffgen.wire.messages import Bye, ClientMessage
+from diffgen.wire.messages import Bye, ClientMessage, Failed, RequestId
 
 USER = "diffgen"  # of ZMQ's PLAIN mechanism, whose password is the token
 
 Incoming = tuple[bytes, ClientMessage]
+
+
+class _Identified(msgspec.Struct, tag="Submit"):
+    """What must be readable of a request to answer it."""
+
+    id: RequestId
 
 
 class Router:
@@ -63,7 +70,10 @@ class Router:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise StartFailed(f"cannot listen at {address}: {error}", code="address_in_use") from None
+            if error.errno == errno.EADDRINUSE:
+                taken = f"cannot listen at {address}: it is in use; choose another port"
+                raise StartFailed(taken, code="address_in_use") from None
+            raise StartFailed(f"cannot listen at {address}: {error}; use tcp://IP:PORT or ipc://PATH") from None
         return socket
 
     def send(self, client: bytes, message: msgspec.Struct, tensor: Any = None) -> None:
@@ -107,14 +117,26 @@ class Router:
                 message = codec.decode(frames, self._decoder)
             except codec.VersionMismatch as error:
                 self._deliver(socket, client, codec.version_refusal(error))
-            except ProtocolError:
+            except ProtocolError as error:
                 self.malformed += 1
+                self._refuse_request(socket, client, frames, error)
             else:
                 if isinstance(message, Bye):
                     self._owner.pop(client, None)
                 else:
                     self._owner[client] = socket
                 self.inbox.put((client, message))
+
+    def _refuse_request(
+        self, socket: zmq.Socket[bytes], client: bytes, frames: list[bytes], error: ProtocolError
+    ) -> None:
+        """Answer a request that cannot be read but whose id can, as of a client that knows other fields."""
+        try:
+            body = msgspec.msgpack.decode(frames[1], type=_Identified)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError):
+            return
+        refusal = Failed(body.id, ErrorInfo("InvalidRequest", "invalid_request", error.message))
+        self._deliver(socket, client, codec.encode(refusal))
 
     def _send_waiting(self) -> bool:
         for item in self._outgoing.take():

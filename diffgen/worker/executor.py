@@ -39,7 +39,7 @@ class ParallelExecutor:
             self._free_memory()
             failure: DiffgenError = OutOfMemory(f"out of memory in {stage.name}: {error}; ask for a smaller size or n")
         except DiffgenError as error:
-            failure = error
+            failure = error.prefixed(stage.name)
         except Exception as error:
             # A failing model must not take the rank with it: whatever it raises is the answer of these requests.
             logger.exception("%s failed", stage.name)
@@ -64,10 +64,10 @@ class ParallelExecutor:
 def _checked(stage: Stage, update: Update) -> Update | StageError:
     try:
         if isinstance(update.latents, torch.Tensor):
-            check_finite(update.latents, f"latents after {stage.name}", "use bfloat16 or float32 in place of float16")
+            check_finite(update.latents, "latents", "use bfloat16 or float32 in place of float16")
         for branch in () if not isinstance(update.branches, tuple) else update.branches:
             for name, values in branch.items():
-                check_finite(values, f"values of {name} after {stage.name}", "use bfloat16 or float32")
+                check_finite(values, f"values of {name}", "use bfloat16 or float32")
     except DiffgenError as error:
-        return StageError(error)
+        return StageError(error.prefixed(stage.name))
     return update

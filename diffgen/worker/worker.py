@@ -22,7 +22,8 @@ _OK, _FAILED = 0, 1
 
 @dataclasses.dataclass
 class Progress:
-    """What a rank says of itself in its heartbeat: ``fingerprint`` sums up every value it has committed."""
+    """What a rank says of itself in its heartbeat: ``fingerprint`` sums up the branches, latents and frames that
+    it has committed."""
 
     units: dict[str, int]
     tick: int = 0

@@ -186,9 +186,7 @@ def _refused(handle: Any) -> bool:
 
 def test_async(server: DiffGenerator) -> None:
     async def main() -> None:
-        one, two = await asyncio.gather(
-            server.agenerate("a", seed=1, **FAST), server.agenerate("b", seed=2, **FAST)
-        )
+        one, two = await asyncio.gather(server.agenerate("a", seed=1, **FAST), server.agenerate("b", seed=2, **FAST))
         assert (one.seed, two.seed) == (1, 2)
         handle = server.submit("a", seed=3, **FAST)
         kinds = [type(event).__name__ async for event in handle.aevents()]
@@ -206,11 +204,14 @@ def test_async(server: DiffGenerator) -> None:
 
 
 def test_many_threads_get_their_own_results(server: DiffGenerator) -> None:
-    alone = {seed: server.generate("a", seed=seed, **{**FAST, "num_inference_steps": seed}).pixels for seed in (2, 3, 4)}
+    def draw(seed: int) -> Any:
+        return server.generate("a", seed=seed, **{**FAST, "num_inference_steps": seed}).pixels
+
+    alone = {seed: draw(seed) for seed in (2, 3, 4)}
     found: dict[int, Any] = {}
 
     def work(seed: int) -> None:
-        found[seed] = server.generate("a", seed=seed, **{**FAST, "num_inference_steps": seed}).pixels
+        found[seed] = draw(seed)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in alone]
     for thread in threads:
@@ -233,7 +234,7 @@ def test_many_threads_get_their_own_results(server: DiffGenerator) -> None:
         ({"n": 17}, "limit of 16"),
         ({"scheduler": "nope"}, "euler"),
         ({"guidance_scale_2": 2.0}, "one denoiser"),
-        ({"max_sequence_length": 1000}, "over the 512"),
+        ({"max_sequence_length": 1000}, "at most 512"),
     ],
 )
 def test_refused_by_the_model_or_the_limits(server: DiffGenerator, sampling: dict[str, Any], match: str) -> None:

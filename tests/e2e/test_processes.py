@@ -92,10 +92,14 @@ def test_signals_to_the_parent_leave_nothing(tiny_wan: Path, root: Path, number:
 
 def test_a_child_forked_by_the_user_does_not_keep_the_ranks(tiny_wan: Path, root: Path) -> None:
     """The child holds the parent's end of the pipes, so their end is not seen; the ranks look at their parent too."""
-    text = USER.replace('print("ready"', 'import os, time\nif os.fork() == 0: time.sleep(20); os._exit(0)\nprint("ready"')
+    text = USER.replace(
+        'print("ready"', 'import os, time\nif os.fork() == 0: time.sleep(20); os._exit(0)\nprint("ready"'
+    )
     with script(text, root, str(tiny_wan), "1", "idle") as process:
         read_line(process, "ready")
-        children = [child for child in psutil.Process(process.pid).children() if "script.py" in " ".join(child.cmdline())]
+        children = [
+            child for child in psutil.Process(process.pid).children() if "script.py" in " ".join(child.cmdline())
+        ]
         process.kill()
         process.wait()
         wait_until(lambda: not leftovers(root), 5, "ranks, sockets and folder are gone")
@@ -179,24 +183,26 @@ def test_failures_on_one_rank_are_answered_and_pass(tiny_wan: Path, root: Path, 
     generator.close()
 
 
-def test_out_of_memory_ends_one_request_only(tiny_wan: Path, root: Path, faulty_families: None) -> None:
+def test_one_rank(tiny_wan: Path, root: Path, faulty_families: None) -> None:
+    """Lack of memory ends one request only; an idle rank sleeps; its command line and environment hold no secret."""
     with DiffGenerator.from_pretrained(
-        str(tiny_wan), device="cpu", pipeline="faulty_families:RunsOutOfMemory", log_level="error"
+        str(tiny_wan),
+        device="cpu",
+        pipeline="faulty_families:RunsOutOfMemory",
+        log_level="error",
+        address="tcp://127.0.0.1:*",
+        token="sesame",
     ) as generator:
         with pytest.raises(OutOfMemory, match="decode") as caught:
             generator.generate("big", **FAST)
         assert caught.value.code == "out_of_memory"
         generator.generate("a", **FAST)
-
-
-def test_idle_ranks_sleep(tiny_wan: Path, root: Path) -> None:
-    """The bar is 1 % of a core; ten times that is what a test may say."""
-    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu") as generator:
-        generator.generate("a", **FAST)
         process = psutil.Process(generator.ranks()[0].pid)
         before = sum(process.cpu_times()[:2])
         time.sleep(3)
-        assert sum(process.cpu_times()[:2]) - before < 0.3
+        assert sum(process.cpu_times()[:2]) - before < 0.3, "ten times the bar of 1 % of a core"
+        assert process.cmdline()[:4] == [sys.executable, "-P", "-m", "diffgen.server.rank"]
+        assert "sesame" not in " ".join([*process.cmdline(), *process.environ().values()])
 
 
 def test_a_generator_left_open_is_closed_at_exit(tiny_wan: Path, root: Path) -> None:
@@ -204,12 +210,3 @@ def test_a_generator_left_open_is_closed_at_exit(tiny_wan: Path, root: Path) -> 
     with script(text, root, str(tiny_wan)) as process:
         assert process.wait(60) == 0
     assert leftovers(root) == []
-
-
-def test_the_command_line_of_a_rank_tells_nothing(tiny_wan: Path, root: Path) -> None:
-    with DiffGenerator.from_pretrained(
-        str(tiny_wan), device="cpu", address="tcp://127.0.0.1:*", token="sesame"
-    ) as generator:
-        process = psutil.Process(generator.ranks()[0].pid)
-        assert process.cmdline()[:4] == [sys.executable, "-P", "-m", "diffgen.server.rank"]
-        assert "sesame" not in " ".join([*process.cmdline(), *process.environ().values()])
