@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -13,6 +15,8 @@ from diffgen.errors import DiffgenError
 from diffgen.params import SamplingParams
 from diffgen.result import GenerationResult
 from diffgen.wire.messages import Accepted, Failed, Progress
+
+logger = logging.getLogger(__name__)
 
 Event = Accepted | Progress | Failed | GenerationResult
 
@@ -78,7 +82,7 @@ class GenerationHandle:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def forward(event: Event) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
         self.subscribe(forward)
@@ -98,7 +102,7 @@ class GenerationHandle:
         """Call ``listener`` with each event, past ones included, on the thread that learns of it; it must be quick."""
         with self._news:
             for event in self._events:
-                listener(event)
+                _tell(listener, event)
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[Event], None]) -> None:
@@ -112,10 +116,18 @@ class GenerationHandle:
                 return
             self._events.append(event)
             for listener in self._listeners:
-                listener(event)
+                _tell(listener, event)
             # The future is set last, so that who waits on it finds every event told.
             if isinstance(event, GenerationResult):
                 self._future.set_result(event)
             elif error is not None:
                 self._future.set_exception(error)
             self._news.notify_all()
+
+
+def _tell(listener: Callable[[Event], None], event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        # One listener's fault must not keep the others, and who waits for the result, from the event.
+        logger.exception("a listener failed on %s", type(event).__name__)

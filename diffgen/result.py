@@ -55,6 +55,8 @@ class GenerationResult:
     @property
     def seed(self) -> int:
         """Seed of the first output."""
+        if self.error is not None:
+            raise self.error
         return self.seeds[0]
 
     @property

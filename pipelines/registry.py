@@ -28,7 +28,7 @@ def find_family(path: str) -> type[ComposedPipelineBase]:
     module_name, _, class_name = path.partition(":")
     try:
         family = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ModelError(f"cannot import the pipeline {path!r}: {error}", code="unsupported_model") from error
     if not (isinstance(family, type) and issubclass(family, ComposedPipelineBase)):
         raise ModelError(f"{path!r} is not a ComposedPipelineBase", code="unsupported_model")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from diffgen.args import ModelArgs
-from diffgen.errors import ModelError
+from diffgen.errors import InvalidRequest, ModelError
 
 BUNDLED = Path(__file__).resolve().parents[1] / "shapes"
 
@@ -33,17 +33,18 @@ def local_folder(model: ModelArgs) -> Path | None:
 
     Raises :class:`ModelError` for a path that is not there, and for a name that can be neither.
     """
-    name = model.model_path
-    if name is None:
-        return BUNDLED
+    name = str(BUNDLED) if model.model_path is None else model.model_path
     try:
         path = Path(name).expanduser()
-        if name and path.is_dir():
-            return path.resolve()
-        is_file = bool(name) and path.exists()
+        is_folder, is_file = bool(name) and path.is_dir(), bool(name) and path.is_file()
     except (OSError, RuntimeError) as error:  # too long, not ours to read, or "~" of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"cannot look at model_path {name!r:.200}: {reason}", code="model_not_found") from None
+    if is_folder and model.revision is not None:
+        rule = "a revision is of a model on the Hub; leave it out for a folder"
+        raise InvalidRequest(f"revision {model.revision!r} with the folder {name!r}: {rule}", param="revision")
+    if is_folder:
+        return path.resolve()
     if is_file:
         raise ModelError(f"{name} is a file; give the folder that holds model_index.json", code="model_not_found")
     if name.startswith((".", "/", "~")) or os.sep * 2 in name or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from diffgen.args import check_token
 from diffgen.errors import (
     ConnectionFailed,
     DiffgenError,
@@ -52,11 +53,13 @@ class Connection:
     """
 
     def __init__(self, address: str, token: str | None = None, patience: float = 30.0) -> None:
+        if token is not None:
+            check_token(token)
         self.address = address
         self.patience = patience
         self._token = token
         self._pending: dict[str, GenerationHandle] = {}
-        self._cancelled: list[str] = []
+        self._cancelled: set[str] = set()  # asked for and not yet answered
         self._lock = threading.Lock()
         self._outgoing: Mailbox[msgspec.Struct | None] = Mailbox()
         self._ended: DiffgenError | None = None
@@ -67,7 +70,6 @@ class Connection:
         self._decoder = codec.server_message_decoder()
         self._context = zmq.Context()
         self._socket = self._open()
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._thread = threading.Thread(target=self._run, name="diffgen-connection", daemon=True)
         self._thread.start()
 
@@ -82,9 +84,13 @@ class Connection:
         if self._token is not None:
             socket.plain_username = USER.encode()
             socket.plain_password = self._token.encode()
+        # Before the connect, or the handshake may be over when the monitor comes.
+        self._monitor = socket.get_monitor_socket(_EVENTS)
         try:
             socket.connect(self.address)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
+            self._monitor.close(0)
             socket.close(0)
             self._context.term()
             raise ConnectionFailed(f"cannot connect to {self.address!r}: {error}; {_ADDRESS_RULE}") from None
@@ -188,17 +194,20 @@ class Connection:
                 if self._welcomed:
                     self._send(Bye())
                 return False
+            if isinstance(message, Cancel):
+                self._cancelled.add(message.id)
             if isinstance(message, Cancel) and not self._welcomed:
-                self._cancel_unsent(message.id)
+                self._end_cancelled(message.id)
             elif self._welcomed and not (isinstance(message, Submit) and message.id not in self._pending):
                 self._send(message)
             # Else it is a Submit that has ended, or that stays pending and is sent after the next Welcome.
         return True
 
-    def _cancel_unsent(self, request_id: str) -> None:
-        handle = self._take(request_id)
+    def _end_cancelled(self, request_id: str) -> None:
+        """End a cancelled request here, where no server is there to do it; one may still hold it, and hears later."""
+        with self._lock:
+            handle = self._pending.pop(request_id, None)
         if handle is not None:
-            self._cancelled.append(request_id)  # the server may still hold it
             _publish_failure(handle, RequestCancelled("cancelled by its owner while no server was connected"))
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -216,11 +225,12 @@ class Connection:
         match message:
             case Welcome():
                 self._spec, self._welcomed, self._lost_at = message.model, True, None
-                with self._lock:
-                    unanswered = list(self._pending.values())
                 for request_id in self._cancelled:
+                    self._end_cancelled(request_id)
                     self._send(Cancel(request_id))
                 self._cancelled.clear()
+                with self._lock:
+                    unanswered = list(self._pending.values())
                 for handle in unanswered:
                     self._send(Submit(handle.id, handle.params))
                 self._settled.set()
@@ -249,6 +259,7 @@ class Connection:
             handle.publish(GenerationResult.from_output(message.id, message.output, pixels))
 
     def _take(self, request_id: str) -> GenerationHandle | None:
+        self._cancelled.discard(request_id)
         with self._lock:
             return self._pending.pop(request_id, None)
 

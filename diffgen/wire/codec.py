@@ -75,7 +75,10 @@ def array(header: TensorHeader, frame: zmq.Frame) -> NDArray[Any]:
     allowed: dict[str, type[np.generic]] = {"uint8": np.uint8, "float32": np.float32}
     if header.dtype not in allowed:
         raise ProtocolError(f"tensors of {header.dtype} are not sent")
-    flat: NDArray[Any] = np.frombuffer(frame.buffer, dtype=allowed[header.dtype])
+    try:
+        flat: NDArray[Any] = np.frombuffer(frame.buffer, dtype=allowed[header.dtype])
+    except ValueError as error:
+        raise ProtocolError(f"a frame that is no {header.dtype} tensor: {error}") from None
     size = 1
     for axis in header.shape:
         size *= axis

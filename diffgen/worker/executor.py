@@ -34,6 +34,8 @@ class ParallelExecutor:
         try:
             with torch.inference_mode():
                 updates = stage.run(reqs, context)
+                if len(updates) != len(reqs):
+                    raise RuntimeError(f"the stage returned {len(updates)} updates for {len(reqs)} requests")
                 return [_checked(stage, update) for update in updates]
         except torch.OutOfMemoryError as error:
             self._free_memory()
