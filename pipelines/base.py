@@ -12,7 +12,7 @@ from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
 from diffgen.loading.components import load_components
 from diffgen.loading.index import ModelIndex
-from diffgen.params import BATCH_FIELDS, ModelSpec, SamplingParams, is_guided
+from diffgen.params import BATCH_FIELDS, ModelSpec, is_guided
 from diffgen.request import Req
 from stages.base import PipelineStage
 
@@ -56,11 +56,13 @@ class ComposedPipelineBase(abc.ABC):
         """The family's defaults, overridden by those of the model's own ``diffgen.json``."""
         return {**family, **index.defaults}
 
-    def cut_warnings(self, tokenizer: Any, params: SamplingParams, length: int | None) -> tuple[str, ...]:
-        """A warning for each text of which the encoder reads only the first ``length`` tokens, with the lost tail."""
+    def cut_warnings(self, tokenizer: Any, texts: Mapping[str, str], length: int | None) -> tuple[str, ...]:
+        """A warning for each text of which the encoder reads only the first ``length`` tokens, with the lost tail.
+
+        ``texts`` are those that are encoded, as the tokenizer gets them, by parameter name.
+        """
         warnings = []
-        for name in ("prompt", "negative_prompt"):
-            text = getattr(params, name) or ""
+        for name, text in texts.items():
             encoded = tokenizer(text, truncation=False, return_offsets_mapping=tokenizer.is_fast)
             ids = encoded.input_ids
             if length is not None and len(ids) > length:

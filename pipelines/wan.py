@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from diffgen.loading.index import ModelIndex
 from diffgen.params import ModelSpec
@@ -82,7 +83,9 @@ class WanPipeline(ComposedPipelineBase):
         embeds = [prompt] if negative is None else [prompt, negative]
         dtype = self._any_denoiser.dtype
         branches = tuple({"encoder_hidden_states": each.to(dtype)} for each in embeds)
-        return branches, self.cut_warnings(self.pipe.tokenizer, params, length)
+        texts = {"prompt": params.prompt, "negative_prompt": params.negative_prompt or ""}
+        encoded = {name: prompt_clean(text) for name, text in list(texts.items())[: len(embeds)]}
+        return branches, self.cut_warnings(self.pipe.tokenizer, encoded, length)
 
     def make_scheduler(self, req: Req) -> Any:
         return make_flow_scheduler(self.pipe.scheduler, req.params.scheduler, req.params.flow_shift)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import tiny_models
 from oracle import THREADS, Oracle
 
 from diffgen import DiffGenerator
+
+# One thread a process: tests run several side by side, and threads that wait for each other on a full machine spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
