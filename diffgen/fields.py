@@ -2,7 +2,8 @@
 
 A field is ``Annotated[type, Meta(description=..., extra={...})]``. Keys of ``extra``: ``min`` and ``max`` bound the
 value, ``above`` is an open lower bound, ``alias`` is a second name, ``batch`` marks a parameter that two requests must
-share to run in one forward, ``cli=False`` keeps a field out of the command line.
+share to run in one forward, ``optional`` marks one that only models take which name it, ``cli=False`` keeps a field
+out of the command line.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ MAX_SEED = MAX_INT
 MAX_TEXT = 2**19  # bytes of one text: a request with all its texts stays well below what a message may hold
 
 _BATCH = {"batch": True}
+_OPTIONAL = {"optional": True}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,7 +55,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     guidance_scale_2: Annotated[
         float | None,
-        Meta(description="guidance of the low-noise expert, where a model has two", extra={"min": 0, "max": 1000}),
+        Meta(
+            description="guidance of the low-noise expert, where a model has two",
+            extra={"min": 0, "max": 1000, **_OPTIONAL},
+        ),
+    ] = None
+    true_cfg_scale: Annotated[
+        float | None,
+        Meta(
+            description="strength of classifier-free guidance, where guidance_scale is an input of the model",
+            extra={"min": 0, "max": 1000, **_OPTIONAL},
+        ),
     ] = None
     seed: Annotated[
         int | None,
@@ -63,13 +74,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_outputs_per_prompt: Annotated[
         int | None, Meta(description="images or clips to make from the prompt", extra={"min": 1, "alias": "n"})
     ] = None
-    scheduler: Annotated[str | None, Meta(description="noise scheduler: a short name or a diffusers class")] = None
+    scheduler: Annotated[
+        str | None, Meta(description="noise scheduler: a short name or a diffusers class", extra=_OPTIONAL)
+    ] = None
     flow_shift: Annotated[
         float | None,
-        Meta(description="shift of a flow-matching scheduler towards high noise", extra={"above": 0, "max": 100}),
+        Meta(
+            description="shift of a flow-matching scheduler towards high noise",
+            extra={"above": 0, "max": 100, **_OPTIONAL},
+        ),
     ] = None
     max_sequence_length: Annotated[
-        int | None, Meta(description="text tokens that the encoder reads", extra={"min": 1, **_BATCH})
+        int | None, Meta(description="text tokens that the encoder reads", extra={"min": 1, **_BATCH, **_OPTIONAL})
+    ] = None
+    clip_skip: Annotated[
+        int | None,
+        Meta(
+            description="last layers of the CLIP text encoder to leave out", extra={"min": 0, "max": 100, **_OPTIONAL}
+        ),
     ] = None
     output_type: Annotated[
         Literal["pil", "np", "pt", "latent"],
@@ -91,8 +113,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the served model takes. Rank 0 makes it from the pipeline; every client receives it.
 
-    ``frame_stride`` k allows 1, k + 1, 2k + 1, ... frames; 0 allows still images only. ``guidance_off`` is the largest
-    scale at which the second, unconditional branch is not computed; None where the model has no such branch.
+    Attributes:
+        size_multiple: what width and height must be multiples of.
+        frame_stride: k allows 1, k + 1, 2k + 1, ... frames; 0 allows still images only.
+        takes: parameters beyond those that every model takes.
+        guidance: the parameter that turns classifier-free guidance on, which computes a second, unconditional branch;
+            None where the model has no such branch.
+        guidance_off: the largest value of it at which guidance is off.
+        guidance_needs_negative: guidance is on only for requests with a negative prompt.
+        longest_text: the most text tokens that the encoder can read.
     """
 
     name: str
@@ -100,10 +129,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     defaults: dict[str, int | float | str | None]
     size_multiple: int
     frame_stride: int
-    guidance_off: float | None
-    has_second_guidance: bool = False
+    takes: tuple[str, ...] = ()
+    guidance: str | None = "guidance_scale"
+    guidance_off: float = 1.0
+    guidance_needs_negative: bool = False
     schedulers: tuple[str, ...] = ()
-    takes_flow_shift: bool = False
     longest_text: int | None = None
 
 
@@ -158,6 +188,7 @@ def resolve(params: SamplingParams, model: ModelSpec, limits: Limits) -> Resolve
     where none was given. Raises :class:`InvalidRequest`.
     """
     check_params(params)
+    _check_taken(params, model)
     warnings: list[str] = []
     changes: dict[str, object] = {
         name: value for name, value in model.defaults.items() if getattr(params, name) is None
@@ -263,39 +294,43 @@ def _check_limits(params: SamplingParams, limits: Limits) -> None:
     check("num_outputs_per_prompt", params.num_outputs_per_prompt or 0, limits.images)
 
 
+def _check_taken(params: SamplingParams, model: ModelSpec) -> None:
+    for name, field in fields(SamplingParams).items():
+        if field.extra.get("optional") and getattr(params, name) is not None and name not in model.takes:
+            refuse(name, f"{model.family} takes no {name}; leave it out", "unsupported_parameter")
+
+
 def _resolve_guidance(
     asked: SamplingParams, resolved: SamplingParams, model: ModelSpec, warnings: list[str]
 ) -> SamplingParams:
-    guided = is_guided(resolved, model)
-    if asked.negative_prompt and not guided:
-        why = "this model has no classifier-free guidance"
-        if model.guidance_off is not None:
-            why = f"guidance_scale {resolved.guidance_scale} is off; it must be more than {model.guidance_off:g}"
-        warnings.append(f"negative_prompt has no effect: {why}")
-    if resolved.guidance_scale_2 is not None and not model.has_second_guidance:
-        refuse("guidance_scale_2", "this model has one denoiser; remove guidance_scale_2", "unsupported_parameter")
-    if asked.guidance_scale_2 is not None and not guided:
-        warnings.append(f"guidance_scale_2 has no effect: guidance_scale {resolved.guidance_scale} turns guidance off")
-    if model.has_second_guidance and resolved.guidance_scale_2 is None:
+    name = model.guidance
+    scale = None if name is None else getattr(resolved, name)
+    if not is_guided(resolved, model):
+        off = f"{name} {scale} is off; it must be more than {model.guidance_off:g}"
+        if asked.negative_prompt:
+            why = "this model has no classifier-free guidance" if name is None else off
+            warnings.append(f"negative_prompt has no effect: {why}")
+        elif name is not None and (getattr(asked, name) or 0) > model.guidance_off:
+            warnings.append(f"{name} has no effect: {model.family} guides only with a negative_prompt; give one")
+        if asked.guidance_scale_2 is not None:
+            warnings.append(f"guidance_scale_2 has no effect: {off}")
+    if "guidance_scale_2" in model.takes and resolved.guidance_scale_2 is None:
         return msgspec.structs.replace(resolved, guidance_scale_2=resolved.guidance_scale)
     return resolved
 
 
 def is_guided(params: SamplingParams, model: ModelSpec) -> bool:
     """Whether the unconditional branch is computed for these resolved parameters."""
-    return (
-        model.guidance_off is not None
-        and params.guidance_scale is not None
-        and params.guidance_scale > model.guidance_off
-    )
+    scale = None if model.guidance is None else getattr(params, model.guidance)
+    if scale is None or (model.guidance_needs_negative and params.negative_prompt is None):
+        return False
+    return bool(scale > model.guidance_off)
 
 
 def _check_sampler(params: SamplingParams, model: ModelSpec) -> None:
     if params.scheduler is not None and params.scheduler not in model.schedulers:
         remedy = f"{model.family} takes: {', '.join(model.schedulers)}"
         refuse("scheduler", f"scheduler {params.scheduler!r:.60} is not known; {remedy}")
-    if params.flow_shift is not None and not model.takes_flow_shift:
-        refuse("flow_shift", f"{model.family} has no flow matching; remove flow_shift", "unsupported_parameter")
     longest = model.longest_text
     if longest is not None and (params.max_sequence_length or 0) > longest:
         given = params.max_sequence_length

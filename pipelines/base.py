@@ -71,6 +71,10 @@ class ComposedPipelineBase(abc.ABC):
                 warnings.append(f"{name} has {len(ids)} tokens and the encoder reads {length}; cut off: {lost!r:.200}")
         return tuple(warnings)
 
+    def set_timesteps(self, scheduler: Any, req: Req) -> None:
+        """Set a request's scheduler to its steps. Families with a schedule of their own replace it."""
+        scheduler.set_timesteps(req.params.num_inference_steps, device=self.device)
+
     def batch_key(self, req: Req) -> Hashable:
         """What must be equal for two requests to share a forward: the fields marked for it. Families add theirs."""
         return tuple(getattr(req.params, name) for name in BATCH_FIELDS)
@@ -83,9 +87,10 @@ class ComposedPipelineBase(abc.ABC):
         return unconditional + self.guidance_scale(req) * (conditional - unconditional)
 
     def guidance_scale(self, req: Req) -> float:
-        """The scale of the request's next step."""
-        assert req.params.guidance_scale is not None
-        return req.params.guidance_scale
+        """The scale of classifier-free guidance in the request's next step."""
+        assert self.spec.guidance is not None
+        scale: float = getattr(req.params, self.spec.guidance)
+        return scale
 
     def is_guided(self, req: Req) -> bool:
         return is_guided(req.params, self.spec)

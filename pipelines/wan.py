@@ -52,6 +52,7 @@ class WanPipeline(ComposedPipelineBase):
             "guidance_scale": 5.0,
             "max_sequence_length": 512,
         }
+        two_experts = () if self.pipe.config.boundary_ratio is None else ("guidance_scale_2",)
         return ModelSpec(
             name=name,
             family="wan",
@@ -59,10 +60,8 @@ class WanPipeline(ComposedPipelineBase):
             # diffusers checks 16 whatever the patch.
             size_multiple=max(16, self.pipe.vae_scale_factor_spatial * max(patch[1:])),
             frame_stride=self.pipe.vae_scale_factor_temporal,
-            guidance_off=1.0,
-            has_second_guidance=self.pipe.config.boundary_ratio is not None,
+            takes=("max_sequence_length", "scheduler", "flow_shift", *two_experts),
             schedulers=flow_names(),
-            takes_flow_shift=True,
             longest_text=512,
         )
 

@@ -45,20 +45,30 @@ class DenoisingStage(PipelineStage):
         return self.family.batch_key(req)
 
     def run(self, reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
+        # A scheduler's step, and for some its scaling of the input, changes it and cannot be repeated: both are done on
+        # copies, which count once the unit is committed.
+        schedulers = [copy.deepcopy(req.scheduler) for req in reqs]
         rows, owners = [], []
-        for index, req in enumerate(reqs):
-            assert req.latents is not None
-            assert req.timesteps is not None
-            key = self.family.batch_key(req)
-            for branch in req.branches:
-                rows.append(Row(req.latents, req.timesteps[req.unit], branch, key))
+        for index, (req, scheduler) in enumerate(zip(reqs, schedulers, strict=True)):
+            for row in self._rows(req, scheduler):
+                rows.append(row)
                 owners.append(index)
         predictions = ctx.map_rows(self._predict, rows)
         updates = []
-        for index, req in enumerate(reqs):
+        for index, (req, scheduler) in enumerate(zip(reqs, schedulers, strict=True)):
             mine = [prediction for owner, prediction in zip(owners, predictions, strict=True) if owner == index]
-            updates.append(self._step(req, self.family.guide(mine, req)))
+            updates.append(_step(req, scheduler, self.family.guide(mine, req)))
         return updates
+
+    def _rows(self, req: Req, scheduler: Any) -> list[Row]:
+        """One row a guidance branch. Only rows whose tensors have equal shapes can share a forward."""
+        assert req.latents is not None
+        assert req.timesteps is not None
+        timestep, latents = req.timesteps[req.unit], req.latents
+        if hasattr(scheduler, "scale_model_input"):
+            latents = scheduler.scale_model_input(latents, timestep)
+        key = self.family.batch_key(req)
+        return [Row(latents, timestep, branch, (key, _shapes(branch))) for branch in req.branches]
 
     def _predict(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         sizes = [len(row.latents) for row in rows]
@@ -67,18 +77,23 @@ class DenoisingStage(PipelineStage):
         branch = {
             name: torch.cat([_repeated(row.branch[name], len(row.latents)) for row in rows]) for name in rows[0].branch
         }
-        return list(torch.split(self.family.denoise(latents, timesteps, branch, rows[0].key), sizes))
+        key = rows[0].key[0]  # type: ignore[index]
+        return list(torch.split(self.family.denoise(latents, timesteps, branch, key), sizes))
 
-    def _step(self, req: Req, prediction: torch.Tensor) -> Update:
-        assert req.timesteps is not None
-        # step() changes the scheduler and the generators, and cannot be repeated: they are stepped on copies.
-        scheduler = copy.deepcopy(req.scheduler)
-        generators = tuple(generator.clone_state() for generator in req.generators)
-        options: dict[str, Any] = {}
-        if "generator" in inspect.signature(scheduler.step).parameters:
-            options["generator"] = list(generators)
-        latents = scheduler.step(prediction, req.timesteps[req.unit], req.latents, return_dict=False, **options)[0]
-        return Update(latents=latents, scheduler=scheduler, generators=generators)
+
+def _step(req: Req, scheduler: Any, prediction: torch.Tensor) -> Update:
+    """The request's latents after a step of ``scheduler``, its own copy."""
+    assert req.timesteps is not None
+    generators = tuple(generator.clone_state() for generator in req.generators)
+    options: dict[str, Any] = {}
+    if "generator" in inspect.signature(scheduler.step).parameters:
+        options["generator"] = list(generators)
+    latents = scheduler.step(prediction, req.timesteps[req.unit], req.latents, return_dict=False, **options)[0]
+    return Update(latents=latents, scheduler=scheduler, generators=generators)
+
+
+def _shapes(branch: dict[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in sorted(branch.items()))
 
 
 def _repeated(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -15,6 +15,10 @@ class MakesScheduler(Protocol):
         """A new diffusers scheduler for the request, before ``set_timesteps``."""
         ...
 
+    def set_timesteps(self, scheduler: Any, req: Req) -> None:
+        """Set it to the request's steps, with whatever else the family's schedule depends on."""
+        ...
+
 
 class TimestepStage(PipelineStage):
     """One unit: the scheduler the request asks for, set to its number of steps."""
@@ -28,8 +32,9 @@ class TimestepStage(PipelineStage):
         updates = []
         for req in reqs:
             scheduler = self.family.make_scheduler(req)
-            scheduler.set_timesteps(req.params.num_inference_steps, device=ctx.device)
-            # Without it each step looks its index up by value, which waits for the device.
-            scheduler.set_begin_index(0)
+            self.family.set_timesteps(scheduler, req)
+            if hasattr(scheduler, "set_begin_index"):
+                # Without it each step looks its index up by value, which waits for the device.
+                scheduler.set_begin_index(0)
             updates.append(Update(scheduler=scheduler, timesteps=scheduler.timesteps))
         return updates

@@ -16,7 +16,7 @@ from diffgen.errors import PEER_LOST, WorkerDied
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
 _NEVER = datetime.timedelta(days=1)
 _FIRST_BROADCAST = 4096
-_ERROR_BYTES = 2048
+MAX_GATHERED = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +80,16 @@ class Control:
             return [mine.tolist()]
         return [other.tolist() for other in self._all_gather(mine)]
 
-    def gather_text(self, text: str) -> list[str]:
-        """Every rank's text, by rank, cut to 2 KiB."""
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; at most ``MAX_GATHERED`` of them."""
         if self._group is None:
-            return [text]
-        data = text.encode(errors="replace")[:_ERROR_BYTES]
-        mine = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
-        if data:
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [other.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for other in self._all_gather(mine)]
+            return [data]
+        assert len(data) <= MAX_GATHERED
+        mine = torch.zeros(8 + MAX_GATHERED, dtype=torch.uint8)
+        framed = len(data).to_bytes(8, "big") + data
+        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        raws = [other.numpy().tobytes() for other in self._all_gather(mine)]
+        return [raw[8 : 8 + int.from_bytes(raw[:8], "big")] for raw in raws]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.info.size)]

@@ -98,14 +98,14 @@ class GPUWorker:
         self, codes: list[int], computed: list[Update | StageError], votes: list[list[int]]
     ) -> list[ErrorInfo | None]:
         mine = [item.error.info() for item in computed if isinstance(item, StageError)]
-        texts = self.control.gather_text(msgspec.json.encode(_shortened(mine[0])).decode() if mine else "")
+        told = self.control.gather_bytes(msgspec.msgpack.encode(_shortened(mine[0])) if mine else b"")
         errors: list[ErrorInfo | None] = []
         for index in range(len(codes)):
             guilty = [rank for rank, vote in enumerate(votes) if vote[1 + index]]
             if not guilty:
                 errors.append(None)
                 continue
-            info = msgspec.json.decode(texts[guilty[0]], type=ErrorInfo)
+            info = msgspec.msgpack.decode(told[guilty[0]], type=ErrorInfo)
             if self.control.info.size > 1:
                 info = msgspec.structs.replace(info, message=f"rank {guilty[0]}: {info.message}")
             errors.append(info)
@@ -147,7 +147,8 @@ def _enter(admit: Admit) -> Req:
 
 
 def _shortened(info: ErrorInfo) -> ErrorInfo:
-    return msgspec.structs.replace(info, message=info.message[:500])
+    """An error that fits into what ranks exchange, whatever its characters take as UTF-8."""
+    return msgspec.structs.replace(info, message=info.message[:800])
 
 
 def _diverged(index: int, votes: list[list[int]]) -> ErrorInfo | None:

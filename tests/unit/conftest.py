@@ -36,7 +36,7 @@ def model() -> ModelSpec:
         frame_stride=4,
         guidance_off=1.0,
         schedulers=("euler", "unipc"),
-        takes_flow_shift=True,
+        takes=("flow_shift", "scheduler", "max_sequence_length"),
         longest_text=512,
     )
 

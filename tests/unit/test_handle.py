@@ -216,7 +216,6 @@ def test_a_loop_that_ends_early_does_not_disturb_the_publisher(owned: Owned) -> 
     assert owned.handle.done()
 
 
-@pytest.mark.xfail(strict=True, reason="the listener's error is raised in the publisher, before the future is set")
 def test_a_listener_that_raises_does_not_keep_others_from_the_result(owned: Owned) -> None:
     def broken(event: Event) -> None:
         raise ValueError("a user's mistake")

@@ -412,7 +412,7 @@ def test_a_negative_prompt_without_guidance_says_that_it_has_no_effect(model: Mo
     assert "negative_prompt has no effect" in warnings(model, negative_prompt="b", guidance_scale=1)
     assert "negative_prompt" not in warnings(model, negative_prompt="b", guidance_scale=1.1)
     assert "negative_prompt" not in warnings(model, negative_prompt="", guidance_scale=1)
-    turbo = msgspec.structs.replace(model, guidance_off=None)
+    turbo = msgspec.structs.replace(model, guidance=None)
     assert "no classifier-free guidance" in warnings(turbo, negative_prompt="b")
 
 
@@ -425,7 +425,7 @@ def test_the_second_scale_belongs_to_models_with_two_experts(model: ModelSpec) -
     with pytest.raises(InvalidRequest) as caught:
         resolved(model, guidance_scale_2=3)
     assert caught.value.code == "unsupported_parameter"
-    two = msgspec.structs.replace(model, has_second_guidance=True)
+    two = msgspec.structs.replace(model, takes=(*model.takes, "guidance_scale_2"))
     assert resolved(two, guidance_scale=4).guidance_scale_2 == 4
     assert resolved(two, guidance_scale=4, guidance_scale_2=0).guidance_scale_2 == 0
     assert "guidance_scale_2 has no effect" in warnings(two, guidance_scale=1, guidance_scale_2=3)
@@ -441,8 +441,8 @@ def test_sampler_fields_are_checked_against_the_model(model: ModelSpec) -> None:
     with pytest.raises(InvalidRequest, match="512") as caught:
         resolved(model, max_sequence_length=513)
     assert "use 512 or less" in caught.value.message
-    with pytest.raises(InvalidRequest, match="flow matching"):
-        resolved(msgspec.structs.replace(model, takes_flow_shift=False), flow_shift=3)
+    with pytest.raises(InvalidRequest, match="takes no flow_shift"):
+        resolved(msgspec.structs.replace(model, takes=()), flow_shift=3)
 
 
 # The table itself

@@ -61,7 +61,6 @@ def test_a_class_that_is_not_there_is_named(path: str) -> None:
     assert repr(path) in caught.value.message
 
 
-@pytest.mark.xfail(raises=(ValueError, TypeError), strict=True, reason="importlib's own errors for a name that is none")
 @pytest.mark.parametrize("path", [":Class", ".wan:WanPipeline"])
 def test_a_module_name_that_is_none_is_refused(path: str) -> None:
     with pytest.raises(ModelError):

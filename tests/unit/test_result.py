@@ -77,7 +77,6 @@ def test_a_failed_result_raises_its_error_when_looked_at() -> None:
             getattr(failed, name)
 
 
-@pytest.mark.xfail(raises=IndexError, strict=True, reason="it has no seeds, and .seed does not say why")
 def test_the_seed_of_a_failed_result_raises_its_error_as_well() -> None:
     failed = GenerationResult(id="x", params=SamplingParams(prompt="a"), error=GenerationError("by design"))
     with pytest.raises(GenerationError):

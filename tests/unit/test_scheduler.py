@@ -363,7 +363,7 @@ def test_every_accepted_request_ends_exactly_once(
 ) -> None:
     model = ModelSpec(
         name="m", family="f", defaults={"width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 2},
-        size_multiple=16, frame_stride=4, guidance_off=None,
+        size_multiple=16, frame_stride=4, guidance=None,
     )  # fmt: skip
     driver = Driver(model, Ranks(poison, blame_all), Limits(queue=queue), max_batch_size=batch, max_running=running)
     open_now: dict[str, tuple[bytes, int]] = {}  # accepted and not ended -> its client and outputs
