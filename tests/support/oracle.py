@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -26,12 +27,9 @@ if TYPE_CHECKING:
 #: Of the oracle and of the ranks it is compared with.
 THREADS = 1
 
-#: The fields of a case by the names diffgen gives them, and what the diffusers pipeline calls them. ``seed``, ``n``,
-#: ``scheduler`` and ``flow_shift`` become objects.
-ARGUMENTS = (
-    *("prompt", "negative_prompt", "width", "height", "num_frames", "num_inference_steps"),
-    *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
-)
+#: The fields of a case are arguments of the diffusers pipeline, by its own names, beside these, which become objects:
+#: ``n`` outputs from ``seed`` on, ``scheduler`` (a class of diffusers), ``flow_shift`` of flow-matching models, and
+#: ``scheduler_options``, settings that the scheduler has beside those of the folder.
 Case = Mapping[str, Any]
 
 
@@ -169,47 +167,63 @@ def _answer(request: dict[str, Any], pipes: dict[str, Any]) -> None:
 
 def _call(pipe: Any, case: dict[str, Any]) -> tuple[Any, Any]:
     """One call of the pipeline as a user of diffusers would write it."""
-    import torch
-
     options = dict(case)
     count, seed = options.pop("n", 1), options.pop("seed")
-    final: dict[str, torch.Tensor] = {}
+    final: dict[str, Any] = {}
 
-    def keep(pipe: Any, step: int, timestep: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def keep(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         final.update(values)
         return {}
 
-    with _scheduler(pipe, options.pop("scheduler", None), options.pop("flow_shift", None)):
-        assert set(options) <= set(ARGUMENTS), f"unknown fields in {case}"
-        frames = pipe(
-            **options,
-            num_videos_per_prompt=count,
-            generator=[torch.Generator("cpu").manual_seed(seed + index) for index in range(count)],
-            output_type="np",
-            callback_on_step_end=keep,
-        ).frames
-    # As diffusers' numpy_to_pil; "np" is already clamped to [0, 1].
-    pixels = (frames * 255).round().astype("uint8")
-    return pixels, final["latents"].float().numpy().copy()
+    takes = inspect.signature(pipe.__call__).parameters
+    counted = next((name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in takes), None)
+    if counted is not None:
+        options[counted] = count
+    own = {name: options.pop(name, None) for name in ("scheduler", "flow_shift", "scheduler_options")}
+    unknown = set(options) - set(takes)
+    assert not unknown, f"{type(pipe).__name__} takes no {sorted(unknown)}"
+    assert counted is not None or count == 1, f"{type(pipe).__name__} makes one output a call"
+
+    def call(**more: Any) -> Any:
+        with _scheduler(pipe, own["scheduler"], own["flow_shift"], own["scheduler_options"] or {}):
+            output = pipe(**options, generator=_generators(seed, count), **more)
+        return output.frames if hasattr(output, "frames") else output.images
+
+    if "callback_on_step_end" in takes:
+        pixels = call(output_type="np", callback_on_step_end=keep)
+    else:
+        pixels, final["latents"] = call(output_type="np"), call(output_type="latent")
+    # As diffusers' numpy_to_pil; "np" is already clamped to [0, 1]. Images are (n, height, width, 3).
+    pixels = (pixels * 255).round().astype("uint8")
+    return pixels if pixels.ndim == 5 else pixels[:, None], final["latents"].float().numpy().copy()
+
+
+def _generators(seed: int, count: int) -> list[Any]:
+    import torch
+
+    return [torch.Generator("cpu").manual_seed(seed + index) for index in range(count)]
 
 
 @contextlib.contextmanager
-def _scheduler(pipe: Any, name: str | None, flow_shift: float | None) -> Any:
-    """The pipeline with another scheduler for one call, as diffusers' pages on Wan set it."""
+def _scheduler(pipe: Any, name: str | None, flow_shift: float | None, options: dict[str, Any]) -> Any:
+    """The pipeline with another scheduler for one call, as diffusers' pages on its family set it."""
     import diffusers
 
     own = pipe.scheduler
+    matches_flow = "shift" in own.config or own.config.get("prediction_type") == "flow_prediction"
     # A new one each call: a scheduler keeps state, and diffusers itself would reuse it.
-    pipe.scheduler = own.from_config(own.config)
-    if name == "FlowMatchEulerDiscreteScheduler":
-        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=flow_shift)
+    if not matches_flow and flow_shift is None:
+        kind = type(own) if name is None else getattr(diffusers, name)
+        pipe.scheduler = kind.from_config(own.config, **options)
+    elif name == "FlowMatchEulerDiscreteScheduler":
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=flow_shift, **options)
     elif name is not None:
-        pipe.scheduler = getattr(diffusers, name)(
-            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
-        )
-    elif flow_shift is not None:
+        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000}
+        pipe.scheduler = getattr(diffusers, name)(**flow, flow_shift=flow_shift, **options)
+    else:
         setting = "shift" if "shift" in own.config else "flow_shift"
-        pipe.scheduler = own.from_config(own.config, **{setting: flow_shift})
+        shift = {} if flow_shift is None else {setting: flow_shift}
+        pipe.scheduler = own.from_config(own.config, **shift, **options)
     try:
         yield
     finally:
