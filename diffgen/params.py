@@ -116,7 +116,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         size_multiple: what width and height must be multiples of.
         frame_stride: k allows 1, k + 1, 2k + 1, ... frames; 0 allows still images only.
-        takes: parameters beyond those that every model takes.
+        takes: parameters beyond those that every model takes; ``guidance_scale`` where it is an input of the denoiser.
         guidance: the parameter that turns classifier-free guidance on, which computes a second, unconditional branch;
             None where the model has no such branch.
         guidance_off: the largest value of it at which guidance is off.
@@ -307,13 +307,19 @@ def _resolve_guidance(
     scale = None if name is None else getattr(resolved, name)
     if not is_guided(resolved, model):
         off = f"{name} {scale} is off; it must be more than {model.guidance_off:g}"
-        if asked.negative_prompt:
+        # Where a negative prompt is what turns guidance on, an empty one asks for it too.
+        if asked.negative_prompt or (model.guidance_needs_negative and asked.negative_prompt is not None):
             why = "this model has no classifier-free guidance" if name is None else off
             warnings.append(f"negative_prompt has no effect: {why}")
         elif name is not None and (getattr(asked, name) or 0) > model.guidance_off:
             warnings.append(f"{name} has no effect: {model.family} guides only with a negative_prompt; give one")
         if asked.guidance_scale_2 is not None:
             warnings.append(f"guidance_scale_2 has no effect: {off}")
+    if name != "guidance_scale" and "guidance_scale" not in model.takes:
+        if asked.guidance_scale is not None:
+            instead = "" if name is None else f"; {name} is its guidance"
+            warnings.append(f"guidance_scale has no effect: it is no input of this model{instead}")
+        resolved = msgspec.structs.replace(resolved, guidance_scale=None)
     if "guidance_scale_2" in model.takes and resolved.guidance_scale_2 is None:
         return msgspec.structs.replace(resolved, guidance_scale_2=resolved.guidance_scale)
     return resolved

@@ -56,19 +56,35 @@ class ComposedPipelineBase(abc.ABC):
         """The family's defaults, overridden by those of the model's own ``diffgen.json``."""
         return {**family, **index.defaults}
 
-    def cut_warnings(self, tokenizer: Any, texts: Mapping[str, str], length: int | None) -> tuple[str, ...]:
+    def cut_warnings(
+        self,
+        tokenizer: Any,
+        texts: Mapping[str, str],
+        length: int | None,
+        *,
+        encoder: str = "the encoder",
+        template: str = "{}",
+        start: int = 0,
+        end_token: bool = True,
+    ) -> tuple[str, ...]:
         """A warning for each text of which the encoder reads only the first ``length`` tokens, with the lost tail.
 
-        ``texts`` are those that are encoded, as the tokenizer gets them, by parameter name.
+        Args:
+            texts: those that are encoded, as the tokenizer gets them, by parameter name.
+            encoder: which one, where a model has several.
+            template: what stands around each text; of its tokens the first ``start`` do not count.
+            end_token: whether the last place read is that of a token which the tokenizer adds.
         """
         warnings = []
         for name, text in texts.items():
-            encoded = tokenizer(text, truncation=False, return_offsets_mapping=tokenizer.is_fast)
-            ids = encoded.input_ids
-            if length is not None and len(ids) > length:
-                # The last place read is the end token's.
-                lost = text[encoded.offset_mapping[length - 1][0] :] if tokenizer.is_fast else "its end"
-                warnings.append(f"{name} has {len(ids)} tokens and the encoder reads {length}; cut off: {lost!r:.200}")
+            whole = template.format(text)
+            encoded = tokenizer(whole, truncation=False, return_offsets_mapping=tokenizer.is_fast)
+            count = len(encoded.input_ids) - start
+            if length is not None and count > length:
+                first = start + length - end_token
+                lost = whole[encoded.offset_mapping[first][0] :] if tokenizer.is_fast else "its end"
+                tokens = "tokens" if template == "{}" else "tokens with its template"
+                warnings.append(f"{name} has {count} {tokens} and {encoder} reads {length}; cut off: {lost!r:.200}")
         return tuple(warnings)
 
     def set_timesteps(self, scheduler: Any, req: Req) -> None:

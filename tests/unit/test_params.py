@@ -416,6 +416,30 @@ def test_a_negative_prompt_without_guidance_says_that_it_has_no_effect(model: Mo
     assert "no classifier-free guidance" in warnings(turbo, negative_prompt="b")
 
 
+def test_guidance_that_needs_a_negative_prompt(model: ModelSpec) -> None:
+    needs = msgspec.structs.replace(
+        model,
+        guidance="true_cfg_scale",
+        guidance_needs_negative=True,
+        takes=("true_cfg_scale", "guidance_scale"),
+        defaults=model.defaults | {"true_cfg_scale": 1.0},
+    )
+    assert "only with a negative_prompt" in warnings(needs, true_cfg_scale=2)
+    assert "only with a negative_prompt" not in warnings(needs, true_cfg_scale=2, negative_prompt="")
+    for text in ("", "b"):
+        assert "negative_prompt has no effect: true_cfg_scale 1.0 is off" in warnings(needs, negative_prompt=text)
+    assert resolved(needs).guidance_scale == 5.0
+    assert "guidance_scale" not in warnings(needs, guidance_scale=3)
+
+
+def test_a_guidance_scale_that_the_model_does_not_read_says_so(model: ModelSpec) -> None:
+    for guidance in (None, "true_cfg_scale"):
+        turbo = msgspec.structs.replace(model, guidance=guidance)
+        assert "guidance_scale has no effect" in warnings(turbo, guidance_scale=0)
+        assert "guidance_scale" not in warnings(turbo)
+        assert resolved(turbo, guidance_scale=3).guidance_scale is None
+
+
 def test_a_model_without_a_default_scale_is_not_guided(model: ModelSpec) -> None:
     bare = msgspec.structs.replace(model, defaults={"num_frames": 1, "width": 64, "height": 64})
     assert "negative_prompt has no effect" in warnings(bare, negative_prompt="b")
