@@ -59,6 +59,7 @@ class Connection:
         self.patience = patience
         self._token = token
         self._pending: dict[str, GenerationHandle] = {}
+        self._sent: set[str] = set()  # since the last Welcome
         self._cancelled: set[str] = set()  # asked for and not yet answered
         self._lock = threading.Lock()
         self._outgoing: Mailbox[msgspec.Struct | None] = Mailbox()
@@ -198,10 +199,17 @@ class Connection:
                 self._cancelled.add(message.id)
             if isinstance(message, Cancel) and not self._welcomed:
                 self._end_cancelled(message.id)
-            elif self._welcomed and not (isinstance(message, Submit) and message.id not in self._pending):
+            if isinstance(message, Submit):
+                self._send_request(message)
+            elif self._welcomed:
                 self._send(message)
-            # Else it is a Submit that has ended, or that stays pending and is sent after the next Welcome.
         return True
+
+    def _send_request(self, message: Submit) -> None:
+        """Send it unless it has ended, has just been sent, or must wait for the next Welcome, which sends it."""
+        if self._welcomed and message.id in self._pending and message.id not in self._sent:
+            self._sent.add(message.id)
+            self._send(message)
 
     def _end_cancelled(self, request_id: str) -> None:
         """End a cancelled request here, where no server is there to do it; one may still hold it, and hears later."""
@@ -231,8 +239,9 @@ class Connection:
                 self._cancelled.clear()
                 with self._lock:
                     unanswered = list(self._pending.values())
+                self._sent.clear()
                 for handle in unanswered:
-                    self._send(Submit(handle.id, handle.params))
+                    self._send_request(Submit(handle.id, handle.params))
                 self._settled.set()
             case Closing():
                 self.end(ServerClosed(f"the server at {self.address} was stopped"))
@@ -260,6 +269,7 @@ class Connection:
 
     def _take(self, request_id: str) -> GenerationHandle | None:
         self._cancelled.discard(request_id)
+        self._sent.discard(request_id)
         with self._lock:
             return self._pending.pop(request_id, None)
 

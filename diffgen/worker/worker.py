@@ -160,9 +160,10 @@ def _diverged(index: int, votes: list[list[int]]) -> ErrorInfo | None:
 
 
 def fingerprint(update: Update) -> int:
-    """32 bits that differ when any branch, latent or frame of the update differs in any bit or place (CRC-32)."""
+    """32 bits that differ when a branch, a latent or a new frame differs in any bit or place (CRC-32)."""
     total = 0
-    for tensor in (update.latents, *_tensors(update.branches), *_tensors(update.frames)):
+    # Of the frames, the part that this unit added.
+    for tensor in (update.latents, *_tensors(update.branches), *_tensors(update.frames)[-1:]):
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             total = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data, total)
     return total

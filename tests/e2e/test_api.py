@@ -233,7 +233,7 @@ def test_many_threads_get_their_own_results(server: DiffGenerator) -> None:
         ({"width": 100_000, "height": 100_000}, "limit of"),
         ({"n": 17}, "limit of 16"),
         ({"scheduler": "nope"}, "euler"),
-        ({"guidance_scale_2": 2.0}, "one denoiser"),
+        ({"guidance_scale_2": 2.0}, "takes no guidance_scale_2"),
         ({"max_sequence_length": 1000}, "at most 512"),
     ],
 )
