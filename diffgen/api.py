@@ -24,7 +24,7 @@ from diffgen.params import Limits, ModelSpec, SamplingParams, parse_params
 from diffgen.result import GenerationResult
 from diffgen.server.supervisor import RankStatus, Supervisor
 from diffgen.wire.client import Connection
-from diffgen.wire.messages import Progress
+from diffgen.wire.messages import Abort, Aborted, GetStatus, Progress, Status
 
 ProgressCallback = Callable[[Progress], None]
 
@@ -76,7 +76,8 @@ class DiffGenerator:
         args = _server_args(options, limits)
         folder = local_folder(args.model)
         if folder is not None:
-            read_index(folder, args.model.variant)  # what is missing shows before any process is started
+            # What is missing shows before any process is started.
+            read_index(folder, args.model.variant, args.model.safety_checker)
         connections: list[Connection] = []
 
         def fail(error: DiffgenError) -> None:
@@ -127,7 +128,23 @@ class DiffGenerator:
 
         Raises :class:`InvalidRequest` for what can be known without the model; the rest comes by the handle.
         """
-        return self._connection.submit(_params(prompt, sampling))
+        return self.submit_params(_params(prompt, sampling))
+
+    def submit_params(self, params: SamplingParams) -> GenerationHandle:
+        """:meth:`submit` of parameters that :func:`diffgen.params.parse_params` has checked."""
+        return self._connection.submit(params)
+
+    def status(self, timeout: float = 10.0) -> Status:
+        """Every client's requests in work, and what the server has done so far."""
+        answer = self._connection.ask(GetStatus(), timeout)
+        assert isinstance(answer, Status)
+        return answer
+
+    def abort(self, request_id: str, timeout: float = 10.0) -> bool:
+        """End a request of any client; its owner gets ``RequestCancelled``. False where none of that id is in work."""
+        answer = self._connection.ask(Abort(request_id), timeout)
+        assert isinstance(answer, Aborted)
+        return answer.found
 
     @overload
     def generate(self, prompt: str | None = None, **options: Any) -> GenerationResult: ...

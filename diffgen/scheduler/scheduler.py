@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable
 
@@ -12,14 +13,19 @@ from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import Admit, Outcome, Plan, Position
 from diffgen.scheduler.policy import choose
 from diffgen.wire.messages import (
+    Abort,
+    Aborted,
     Accepted,
     Bye,
     Cancel,
     ClientMessage,
     Failed,
+    GetStatus,
     Hello,
     Progress,
+    RequestStatus,
     ServerMessage,
+    Status,
     Submit,
     Welcome,
 )
@@ -45,6 +51,8 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}  # in order of arrival
         self._drop: list[str] = []  # ended here, still held by the ranks
         self._tick = 0
+        self._finished: collections.Counter[str] = collections.Counter()
+        self._since = clock()
 
     @property
     def idle(self) -> bool:
@@ -61,10 +69,22 @@ class Scheduler:
             case Cancel():
                 job = self._jobs.get(message.id)
                 return [] if job is None or job.client != client else [self._cancel(job, "cancelled by its client")]
+            case GetStatus():
+                return [(client, self.status())]
+            case Abort():
+                found = self._jobs.get(message.id)
+                reply = (client, Aborted(message.id, found is not None))
+                return [reply] if found is None else [self._cancel(found, "aborted by another client"), reply]
             case Bye():
                 for job in [job for job in self._jobs.values() if job.client == client]:
                     self._cancel(job, "its client has left")
                 return []
+
+    def status(self) -> Status:
+        """What is in work, and what has been done."""
+        now = self._clock()
+        finished = dict(self._finished)
+        return Status(tuple(_status(job, now) for job in self._jobs.values()), finished, self._tick, now - self._since)
 
     def _submit(self, client: bytes, message: Submit) -> list[Answer]:
         held = self._jobs.get(message.id)
@@ -89,6 +109,7 @@ class Scheduler:
 
     def _fail(self, job: Job, error: DiffgenError) -> Answer:
         del self._jobs[job.id]
+        self._finished[error.code] += 1
         if job.started is not None:
             self._drop.append(job.id)
         return job.client, Failed(job.id, error.info())
@@ -145,9 +166,18 @@ class Scheduler:
     def release(self, request_id: str) -> Job:
         """Give up a finished request, whose result is about to be sent."""
         job = self._jobs.pop(request_id)
+        self._finished["done"] += 1
         job.timings["total"] = self._clock() - job.arrived
         return job
 
     def fail_all(self, error: DiffgenError) -> list[Answer]:
         """End every request with ``error``."""
         return [self._fail(job, error) for job in list(self._jobs.values())]
+
+
+def _status(job: Job, now: float) -> RequestStatus:
+    params, place = job.resolved.params, job.position
+    shape = (params.width or 0, params.height or 0, params.num_frames or 1, job.outputs)
+    if place is None:
+        return RequestStatus(job.id, "queued", now - job.arrived, *shape)
+    return RequestStatus(job.id, "running", now - job.arrived, *shape, place.name, place.unit, place.units)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -26,15 +28,19 @@ from diffgen.result import GenerationResult
 from diffgen.wire import codec
 from diffgen.wire.mailbox import Mailbox
 from diffgen.wire.messages import (
+    Abort,
+    Aborted,
     Accepted,
     Bye,
     Cancel,
     Closing,
     Failed,
+    GetStatus,
     Hello,
     Progress,
     Result,
     ServerMessage,
+    Status,
     Submit,
     Welcome,
 )
@@ -42,6 +48,9 @@ from diffgen.wire.router import USER
 
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+
+
+Answer = concurrent.futures.Future[Status | Aborted]
 
 
 class Connection:
@@ -59,10 +68,12 @@ class Connection:
         self.patience = patience
         self._token = token
         self._pending: dict[str, GenerationHandle] = {}
+        # The server answers in order, so the oldest question is the one answered.
+        self._questions: collections.deque[Answer] = collections.deque()
         self._sent: set[str] = set()  # since the last Welcome
         self._cancelled: set[str] = set()  # asked for and not yet answered
         self._lock = threading.Lock()
-        self._outgoing: Mailbox[msgspec.Struct | None] = Mailbox()
+        self._outgoing: Mailbox[msgspec.Struct | tuple[GetStatus | Abort, Answer] | None] = Mailbox()
         self._ended: DiffgenError | None = None
         self._spec: ModelSpec | None = None
         self._settled = threading.Event()  # welcomed, or ended
@@ -125,6 +136,17 @@ class Connection:
         """Ask the server to cancel. The handle ends when the server says so, or at once if no server is there."""
         self._outgoing.put(Cancel(request_id))
 
+    def ask(self, question: GetStatus | Abort, timeout: float) -> Status | Aborted:
+        """The server's answer. Raises :class:`ConnectionFailed` after ``timeout`` s, or what ended the connection."""
+        if self._ended is not None:
+            raise self._ended
+        answer: Answer = concurrent.futures.Future()
+        self._outgoing.put((question, answer))
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            raise ConnectionFailed(f"the server at {self.address} gave no answer within {timeout:g} s") from None
+
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
         with self._lock:
@@ -182,6 +204,7 @@ class Connection:
             self._send(Hello())
         elif event == zmq.EVENT_DISCONNECTED:
             self._welcomed = False
+            self._fail_questions(f"the server at {self.address} has gone")
             if self._lost_at is None:
                 self._lost_at = time.monotonic()
         elif event & _HANDSHAKE_FAILED:
@@ -192,9 +215,13 @@ class Connection:
     def _send_waiting(self) -> bool:
         for message in self._outgoing.take():
             if message is None:
+                self._fail_questions("the connection was closed by this client")
                 if self._welcomed:
                     self._send(Bye())
                 return False
+            if isinstance(message, tuple):
+                self._send_question(*message)
+                continue
             if isinstance(message, Cancel):
                 self._cancelled.add(message.id)
             if isinstance(message, Cancel) and not self._welcomed:
@@ -204,6 +231,17 @@ class Connection:
             elif self._welcomed:
                 self._send(message)
         return True
+
+    def _send_question(self, question: GetStatus | Abort, answer: Answer) -> None:
+        self._questions.append(answer)
+        if self._welcomed:
+            self._send(question)
+        else:
+            self._fail_questions(f"no server is connected at {self.address}")
+
+    def _fail_questions(self, reason: str) -> None:
+        while self._questions:
+            self._questions.popleft().set_exception(ConnectionFailed(reason))
 
     def _send_request(self, message: Submit) -> None:
         """Send it unless it has ended, has just been sent, or must wait for the next Welcome, which sends it."""
@@ -256,6 +294,9 @@ class Connection:
                 failed = self._take(message.id)
                 if failed is not None:
                     failed.publish(message, error_from(message.error))
+            case Status() | Aborted():
+                if self._questions:
+                    self._questions.popleft().set_result(message)
             case Result():
                 self._on_result(message, tensors)
 
@@ -265,7 +306,8 @@ class Connection:
         pixels = codec.array(message.output.tensor, tensors[0])
         handle = self._take(message.id)
         if handle is not None:
-            handle.publish(GenerationResult.from_output(message.id, message.output, pixels))
+            model = "" if self._spec is None else self._spec.name
+            handle.publish(GenerationResult.from_output(message.id, message.output, pixels, model))
 
     def _take(self, request_id: str) -> GenerationHandle | None:
         self._cancelled.discard(request_id)

@@ -7,7 +7,7 @@ rank 0 drops the ids it already holds. Each accepted :class:`Submit` is answered
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -46,7 +46,17 @@ class Bye(_Message, frozen=True):
     """The client leaves: its requests are cancelled and nothing more is sent to it."""
 
 
-ClientMessage = Hello | Submit | Cancel | Bye
+class GetStatus(_Message, frozen=True):
+    """Ask what the server has in work; answered by :class:`Status`."""
+
+
+class Abort(_Message, frozen=True):
+    """End a request of any client; answered by :class:`Aborted`, and to its owner by :class:`Failed`."""
+
+    id: RequestId
+
+
+ClientMessage = Hello | Submit | Cancel | Bye | GetStatus | Abort
 
 
 class Welcome(_Message, frozen=True):
@@ -88,8 +98,42 @@ class Failed(_Message, frozen=True):
     error: ErrorInfo
 
 
+class RequestStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One request in work. ``step`` of ``total`` units of ``stage`` are done; a queued one has no stage yet."""
+
+    id: str
+    state: Literal["queued", "running"]
+    seconds: float  # since it arrived
+    width: int
+    height: int
+    num_frames: int
+    outputs: int
+    stage: str = ""
+    step: int = 0
+    total: int = 0
+
+
+class Status(_Message, frozen=True):
+    """What the server has in work, oldest first, and what it has done since its start.
+
+    ``finished`` counts ended requests by outcome: "done" or an error code.
+    """
+
+    requests: tuple[RequestStatus, ...]
+    finished: dict[str, int]
+    ticks: int
+    seconds: float
+
+
+class Aborted(_Message, frozen=True):
+    """Answer to :class:`Abort`; not ``found`` where no such request is in work."""
+
+    id: RequestId
+    found: bool
+
+
 class Closing(_Message, frozen=True):
     """The server stops on purpose; unanswered requests will not be answered."""
 
 
-ServerMessage = Welcome | Accepted | Progress | Result | Failed | Closing
+ServerMessage = Welcome | Accepted | Progress | Result | Failed | Status | Aborted | Closing

@@ -317,6 +317,28 @@ def test_a_client_that_leaves_takes_its_requests_along(server: DiffGenerator) ->
         client.submit("a")
 
 
+def test_status_and_abort_see_every_client(server: DiffGenerator) -> None:
+    before = server.status()
+    assert before.requests == ()
+    handle = server.submit("a", seed=1, n=2, **LONG)
+    for event in handle.events():
+        if isinstance(event, Progress) and event.stage == "denoise":
+            break
+    with DiffGenerator.connect(server._connection.address) as other:
+        (request,) = other.status().requests
+        assert (request.id, request.state, request.stage, request.total) == (handle.id, "running", "denoise", 900)
+        assert (request.width, request.height, request.num_frames, request.outputs) == (64, 64, 1, 2)
+        assert 0 < request.step < 900
+        assert not other.abort("nothing of that name")
+        assert other.abort(handle.id)
+    with pytest.raises(RequestCancelled, match="another client"):
+        handle.result(timeout=10)
+    after = server.status()
+    assert after.requests == ()
+    assert after.ticks > before.ticks
+    assert after.finished["request_cancelled"] == before.finished.get("request_cancelled", 0) + 1
+
+
 def test_wrong_arguments_fail_before_any_process(tmp_path: Path) -> None:
     with run_root() as root:
         for options, match in [
