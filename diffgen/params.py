@@ -122,6 +122,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         guidance_off: the largest value of it at which guidance is off.
         guidance_needs_negative: guidance is on only for requests with a negative prompt.
         longest_text: the most text tokens that the encoder can read.
+        least_steps: the fewest denoising steps that the model's schedule can have.
     """
 
     name: str
@@ -135,6 +136,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     guidance_needs_negative: bool = False
     schedulers: tuple[str, ...] = ()
     longest_text: int | None = None
+    least_steps: int = 1
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -337,6 +339,9 @@ def _check_sampler(params: SamplingParams, model: ModelSpec) -> None:
     if params.scheduler is not None and params.scheduler not in model.schedulers:
         remedy = f"{model.family} takes: {', '.join(model.schedulers)}"
         refuse("scheduler", f"scheduler {params.scheduler!r:.60} is not known; {remedy}")
+    if (params.num_inference_steps or model.least_steps) < model.least_steps:
+        rule = f"this model's schedule has at least {model.least_steps}; use {model.least_steps} or more"
+        refuse("num_inference_steps", f"num_inference_steps is {params.num_inference_steps}; {rule}")
     longest = model.longest_text
     if longest is not None and (params.max_sequence_length or 0) > longest:
         given = params.max_sequence_length

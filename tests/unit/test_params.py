@@ -458,6 +458,15 @@ def test_the_second_scale_belongs_to_models_with_two_experts(model: ModelSpec) -
 # Sampler
 
 
+def test_fewer_steps_than_the_schedule_has_are_refused(model: ModelSpec) -> None:
+    ends_early = msgspec.structs.replace(model, least_steps=2)
+    with pytest.raises(InvalidRequest) as caught:
+        resolved(ends_early, num_inference_steps=1)
+    assert caught.value.param == "num_inference_steps"
+    assert "at least 2" in caught.value.message
+    assert resolved(ends_early, num_inference_steps=2).num_inference_steps == 2
+
+
 def test_sampler_fields_are_checked_against_the_model(model: ModelSpec) -> None:
     assert resolved(model, scheduler="unipc", flow_shift=3).flow_shift == 3
     with pytest.raises(InvalidRequest, match="takes: euler, unipc"):
