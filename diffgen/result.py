@@ -26,6 +26,7 @@ class GenerationResult:
         warnings: what was changed or has no effect.
         timings: seconds of each stage, of waiting ("queue") and from arrival to answer ("total").
         peak_memory_mb: the most memory that rank 0 has held: on the device, or resident on a CPU.
+        model: name of the model that made it; never a path.
         paths: files written, one an output, when saving was asked for.
         error: None, or why there are no outputs; see ``raise_errors`` of :meth:`DiffGenerator.generate`.
     """
@@ -36,12 +37,15 @@ class GenerationResult:
     warnings: tuple[str, ...] = ()
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_memory_mb: float = 0.0
+    model: str = ""
     paths: list[Path] = dataclasses.field(default_factory=list)
     error: DiffgenError | None = None
     raw: NDArray[Any] | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
-    def from_output(cls, request_id: str, output: OutputBatch, raw: NDArray[Any]) -> GenerationResult:
+    def from_output(
+        cls, request_id: str, output: OutputBatch, raw: NDArray[Any], model: str = ""
+    ) -> GenerationResult:
         return cls(
             id=request_id,
             params=output.params,
@@ -49,6 +53,7 @@ class GenerationResult:
             warnings=output.warnings,
             timings=output.timings,
             peak_memory_mb=output.peak_memory_mb,
+            model=model,
             raw=raw,
         )
 

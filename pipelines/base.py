@@ -11,6 +11,7 @@ import torch
 from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
 from diffgen.loading.components import load_components
+from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
 from diffgen.params import BATCH_FIELDS, ModelSpec, is_guided
 from diffgen.request import Req
@@ -33,7 +34,7 @@ class ComposedPipelineBase(abc.ABC):
     def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device) -> None:
         self.device = device
         self.pipe: Any = load_components(index, model, device, self.float32_components)
-        self.spec = self.make_spec(index, model.model_path or "shapes")
+        self.spec = self.make_spec(index, model_name(model))
         self.stages = self.make_stages()
 
     @classmethod

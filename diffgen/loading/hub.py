@@ -28,6 +28,12 @@ def resolve_model(model: ModelArgs) -> Path:
     return _download(model.model_path, model.revision)
 
 
+def model_name(model: ModelArgs) -> str:
+    """What clients are told that they use: a Hub id, or a folder's own name without the path to it."""
+    folder = local_folder(model)
+    return str(model.model_path) if folder is None else folder.name
+
+
 def local_folder(model: ModelArgs) -> Path | None:
     """The folder of a model that is bundled or local, without a look at the network; None for a Hub id.
 
