@@ -15,10 +15,12 @@ from pipelines.base import ComposedPipelineBase
 
 # name -> module:Class, imported when used.
 FAMILIES = {
+    "hunyuan-video": "pipelines.hunyuan_video:HunyuanVideoPipeline",
     "wan": "pipelines.wan:WanPipeline",
 }
 # ``_class_name`` of model_index.json -> name.
 SERVED = {
+    "HunyuanVideoPipeline": "hunyuan-video",
     "WanPipeline": "wan",
 }
 
