@@ -33,6 +33,9 @@ class ModelArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     pipeline: Annotated[
         str | None, Meta(description="pipeline to use: a registered name or module:Class of your own")
     ] = None
+    safety_checker: Annotated[
+        bool, Meta(description="load the model's safety checker, and make the pictures black that it flags")
+    ] = False
 
 
 class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

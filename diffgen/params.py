@@ -123,6 +123,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         guidance_needs_negative: guidance is on only for requests with a negative prompt.
         longest_text: the most text tokens that the encoder can read.
         least_steps: the fewest denoising steps that the model's schedule can have.
+        most_clip_skip: the most layers of the text encoder that can be left out, where ``clip_skip`` is taken.
     """
 
     name: str
@@ -137,6 +138,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     schedulers: tuple[str, ...] = ()
     longest_text: int | None = None
     least_steps: int = 1
+    most_clip_skip: int | None = None
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -347,6 +349,9 @@ def _check_sampler(params: SamplingParams, model: ModelSpec) -> None:
         given = params.max_sequence_length
         rule = f"this text encoder reads at most {longest} tokens; use {longest} or less"
         refuse("max_sequence_length", f"max_sequence_length is {given}; {rule}")
+    most = model.most_clip_skip
+    if most is not None and (params.clip_skip or 0) > most:
+        refuse("clip_skip", f"clip_skip is {params.clip_skip}; this text encoder has {most} layers to leave out")
 
 
 def rational_fps(fps: float) -> Fraction:

@@ -48,7 +48,7 @@ class Req:
         timesteps: (steps,); second-order schedulers have more than ``num_inference_steps``.
         generators: one CPU generator an output, seeded with ``seed + i``.
         decoder: what the decoder keeps between latent frames.
-        frames: decoded parts, each uint8 (n, frames, height, width, 3).
+        frames: decoded parts, each uint8 (n, frames, height, width, 3), or (1, ...) where each is one output.
         stage, unit: position: units of the current stage that are done.
         extra: whatever one family needs beside all this, typed by it.
     """
@@ -75,6 +75,13 @@ class Req:
     def seeds(self) -> tuple[int, ...]:
         assert self.params.seed is not None, "rank 0 resolves the seed"
         return tuple(self.params.seed + index for index in range(self.outputs))
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """The decoded parts as one: uint8 (n, frames, height, width, 3)."""
+        import torch
+
+        return torch.cat(self.frames, dim=1 if len(self.frames[0]) == self.outputs else 0)
 
 
 class Unset:

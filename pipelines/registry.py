@@ -15,13 +15,15 @@ from pipelines.base import ComposedPipelineBase
 
 # name -> module:Class, imported when used.
 FAMILIES = {
-    "hunyuan-video": "pipelines.hunyuan_video:HunyuanVideoPipeline",
     "wan": "pipelines.wan:WanPipeline",
+    "stable-diffusion": "pipelines.stable_diffusion:StableDiffusionPipeline",
+    "stable-diffusion-xl": "pipelines.sdxl:StableDiffusionXLPipeline",
 }
 # ``_class_name`` of model_index.json -> name.
 SERVED = {
-    "HunyuanVideoPipeline": "hunyuan-video",
     "WanPipeline": "wan",
+    "StableDiffusionPipeline": "stable-diffusion",
+    "StableDiffusionXLPipeline": "stable-diffusion-xl",
 }
 
 
@@ -39,7 +41,7 @@ def find_family(path: str) -> type[ComposedPipelineBase]:
 
 def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
     """The pipeline of a model's folder, loaded. Raises :class:`ModelError` naming what is missing or known."""
-    index = read_index(folder, model.variant)
+    index = read_index(folder, model.variant, model.safety_checker)
     if model.pipeline is None:
         name = SERVED.get(index.pipeline_class)
         if name is None:

@@ -1,4 +1,4 @@
-"""Decoding: latents to pixels, a latent frame at a time."""
+"""Decoding: latents to pixels, a latent frame or an image at a time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class Decodes(Protocol):
         ...
 
     def decode_unit(self, req: Req) -> tuple[torch.Tensor, Any]:
-        """Part ``req.unit`` as (n, 3, frames, height, width) in [-1, 1], and the decoder's state after it.
+        """Part ``req.unit`` in [-1, 1], and the decoder's state after it.
 
-        ``req.decoder`` is the state before it, None at first, and must not be changed.
+        A part is (n, 3, frames, height, width), some frames of every output, or (1, 3, frames, height, width), all
+        frames of output ``req.unit``. ``req.decoder`` is the state before it, None at first, and must not be changed.
         """
         ...
 
 
 class DecodingStage(PipelineStage):
-    """A unit is one latent frame of every output of the request. Skipped where the latents are the result."""
+    """A unit is one latent frame of every output, or one output. Skipped where the latents are the result."""
 
     name: ClassVar[str] = "decode"
 

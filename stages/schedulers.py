@@ -1,10 +1,15 @@
-"""The diffusers schedulers that can drive a flow-matching model, and how to make one from another's configuration."""
+"""The diffusers schedulers that can drive a model, and how to make one from another's configuration.
+
+Flow-matching models and those that predict noise or velocity (epsilon, v-prediction) take different ones.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import diffusers
+
+from diffgen.errors import InvalidRequest
 
 # Short names and the classes they stand for; a class's own name works as well.
 FLOW_SCHEDULERS = {
@@ -41,3 +46,52 @@ def make_flow_scheduler(base: Any, name: str | None, flow_shift: float | None) -
 
 def _shift(scheduler: Any) -> float:
     return float(scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0)))
+
+
+# Short names of the schedulers of models that predict noise or velocity, as user interfaces have them: the class, and
+# the settings that differ from those of the model's folder.
+NOISE_SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pndm": ("PNDMScheduler", {}),
+    "ddim": ("DDIMScheduler", {}),
+    "ddpm": ("DDPMScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler_a": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}),
+    "lms": ("LMSDiscreteScheduler", {}),
+    "dpm2": ("KDPM2DiscreteScheduler", {}),
+    "dpm2_a": ("KDPM2AncestralDiscreteScheduler", {}),
+    "dpm++": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++"}),
+    "dpm++_karras": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True}),
+    "dpm++_sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    "dpm++_single": ("DPMSolverSinglestepScheduler", {"algorithm_type": "dpmsolver++"}),
+    "deis": ("DEISMultistepScheduler", {}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+}
+# It draws noise of its own, which no seed of the request reaches.
+_OWN_NOISE = "DPMSolverSDEScheduler"
+
+
+def noise_names(base: Any) -> tuple[str, ...]:
+    """Names for :func:`make_noise_scheduler`: what diffusers holds compatible with the scheduler of the folder."""
+    classes = {kind.__name__ for kind in (*base.compatibles, type(base))} - {_OWN_NOISE}
+    return (*(name for name, (kind, _) in NOISE_SCHEDULERS.items() if kind in classes), *sorted(classes))
+
+
+def make_noise_scheduler(base: Any, name: str | None) -> Any:
+    """A new scheduler for a model that predicts noise or velocity, with the settings of the folder.
+
+    Args:
+        base: the scheduler of the model's folder.
+        name: one of :func:`noise_names`, or None for the class of ``base``.
+    """
+    kind, settings = NOISE_SCHEDULERS.get(name or "", (name, {}))
+    wanted = type(base) if kind is None else getattr(diffusers, kind)
+    if wanted.__name__ == _OWN_NOISE:
+        rule = "which is the scheduler of this model's folder, draws noise that no seed reaches; name another scheduler"
+        raise InvalidRequest(f"{_OWN_NOISE}, {rule}", param="scheduler")
+    return wanted.from_config(base.config, **settings)
+
+
+def least_steps(scheduler: Any) -> int:
+    """The fewest steps that the scheduler's settings allow: one that ends at a noise of its own needs a first step."""
+    return 2 if scheduler.config.get("shift_terminal") else 1

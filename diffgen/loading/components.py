@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -29,6 +30,9 @@ def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, f
         version = diffusers.__version__
         raise ModelError(f"diffusers {version} has no {index.pipeline_class}", code="unsupported_model")
     _be_quiet()
+    absent: dict[str, Any] = dict.fromkeys(index.left_out)
+    if index.left_out and "requires_safety_checker" in inspect.signature(kind.__init__).parameters:
+        absent["requires_safety_checker"] = False
     try:
         pipe = kind.from_pretrained(
             index.folder,
@@ -36,6 +40,7 @@ def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, f
             variant=model.variant,
             use_safetensors=True,
             local_files_only=True,
+            **absent,
         )
         return pipe.to(device)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:

@@ -22,16 +22,21 @@ _DEFAULTS = {field.name for field in msgspec.structs.fields(SamplingParams)} - {
     "seed",
     "output_type",
 }
+SAFETY_CHECKER = "safety_checker"
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelIndex:
-    """``model_index.json``: the pipeline's class and its components, name -> (library, class); None means absent."""
+    """``model_index.json``: the pipeline's class and its components, name -> (library, class); None means absent.
+
+    ``left_out`` are those that are there for the safety checker alone, where it is not asked for.
+    """
 
     folder: Path
     pipeline_class: str
     components: dict[str, tuple[str, str] | None]
+    left_out: frozenset[str] = frozenset()
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -57,8 +62,11 @@ class ModelIndex:
         return dict(values)
 
 
-def read_index(folder: Path, variant: str | None) -> ModelIndex:
-    """Read and check ``folder``. Raises :class:`ModelError` naming each missing piece."""
+def read_index(folder: Path, variant: str | None, safety_checker: bool = False) -> ModelIndex:
+    """Read and check ``folder``. Raises :class:`ModelError` naming each missing piece.
+
+    What only a safety checker needs may be missing unless it is asked for.
+    """
     path = folder / "model_index.json"
     if not path.exists():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
@@ -71,10 +79,15 @@ def read_index(folder: Path, variant: str | None) -> ModelIndex:
     for name, value in data.items():
         if not name.startswith("_") and isinstance(value, list) and len(value) == 2:
             components[name] = None if value[1] is None else (str(value[0]), str(value[1]))
-    missing = [problem for name, kind in components.items() if kind for problem in _missing(folder / name, variant)]
+    if safety_checker and components.get(SAFETY_CHECKER) is None:
+        raise ModelError(f"the model in {folder} has no safety checker; leave safety_checker out", code="model_error")
+    has_unused = SAFETY_CHECKER in components and not safety_checker
+    left_out = frozenset({SAFETY_CHECKER, "feature_extractor"} & set(components)) if has_unused else frozenset()
+    needed = [name for name, kind in components.items() if kind and name not in left_out]
+    missing = [problem for name in needed for problem in _missing(folder / name, variant)]
     if missing:
         raise ModelError(f"the model in {folder} is incomplete: {'; '.join(missing)}", code="model_incomplete")
-    return ModelIndex(folder, str(data["_class_name"]), components)
+    return ModelIndex(folder, str(data["_class_name"]), components, left_out)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def make_result(req: Req, timings: dict[str, float], device: torch.device) -> tu
         assert req.latents is not None
         tensor = req.latents.float()
     else:
-        tensor = torch.cat(req.frames, dim=1)
+        tensor = req.pixels
     array = tensor.cpu().contiguous().numpy()
     output = OutputBatch(
         params=req.params,

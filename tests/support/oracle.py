@@ -184,6 +184,11 @@ def _call(pipe: Any, case: dict[str, Any]) -> tuple[Any, Any]:
     assert not unknown, f"{type(pipe).__name__} takes no {sorted(unknown)}"
     assert counted is not None or count == 1, f"{type(pipe).__name__} makes one output a call"
 
+    encoder = getattr(pipe, "text_encoder", None)
+    if options.get("clip_skip") is not None and not hasattr(encoder, "text_model"):
+        # diffusers looks for the last norm where transformers 4 had it.
+        vars(encoder)["text_model"] = encoder
+
     def call(**more: Any) -> Any:
         with _scheduler(pipe, own["scheduler"], own["flow_shift"], own["scheduler_options"] or {}):
             output = pipe(**options, generator=_generators(seed, count), **more)
