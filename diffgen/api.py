@@ -8,6 +8,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
@@ -161,7 +162,10 @@ class DiffGenerator:
         raise_errors: bool | None = None,
         output_path: str | None = None,
         output_file_name: str | None = None,
+        output_format: str | None = None,
+        output_compression: int | None = None,
         overwrite: bool = False,
+        metadata: bool = True,
         **sampling: Any,
     ) -> GenerationResult | list[GenerationResult]:
         """Generate and wait.
@@ -172,7 +176,8 @@ class DiffGenerator:
             timeout: seconds to wait in all, after which the requests are cancelled.
             raise_errors: raise a request's error. False puts it into ``result.error``. By default raised for one
                 prompt and kept for a list, where the other results still count.
-            output_path, output_file_name, overwrite: save as PNG or MP4; see :class:`SaveOptions`.
+            output_path, output_file_name, output_format, output_compression, overwrite, metadata: save as files; see
+                :class:`SaveOptions`.
             sampling: fields of :class:`SamplingParams`; with a list, they hold for each prompt.
 
         Raises:
@@ -183,15 +188,18 @@ class DiffGenerator:
             raise InvalidRequest(f"timeout is {timeout}; it must be seconds, 0 or more, or None", param="timeout")
         prompts: Sequence[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt)
         is_list = not (prompt is None or isinstance(prompt, str))
-        save = None
-        if output_path is not None:
-            save = SaveOptions(output_path=str(output_path), output_file_name=output_file_name, overwrite=overwrite)
-        elif output_file_name is not None or overwrite:
-            raise InvalidRequest("output_file_name and overwrite need output_path", param="output_path")
+        save = _save_options(
+            output_path=None if output_path is None else str(output_path),
+            output_file_name=output_file_name,
+            output_format=output_format,
+            output_compression=output_compression,
+            overwrite=overwrite,
+            metadata=metadata,
+        )
         all_params = [_params(text, sampling) for text in prompts]
         if save is not None:
             for params in all_params:
-                check_save(save, params)
+                check_save(save, params, self.model)
         handles: list[GenerationHandle] = []
         try:
             for event in self._events(all_params, handles, timeout):
@@ -201,7 +209,11 @@ class DiffGenerator:
             for handle in handles:
                 handle.cancel()
             raise
-        results = [_settled(handle, save) for handle in handles]
+        results: list[GenerationResult] = []
+        written: list[Path] = []
+        for handle in handles:
+            results.append(_settled(handle, save, written))
+            written += results[-1].paths
         if raise_errors or (raise_errors is None and not is_list):
             for result in results:
                 if result.error is not None:
@@ -286,11 +298,20 @@ def _server_args(options: dict[str, Any], limits: Limits | None) -> ServerArgs:
     return ServerArgs(limits=limits or Limits(), **built)
 
 
-def _settled(handle: GenerationHandle, save: SaveOptions | None) -> GenerationResult:
+def _save_options(**values: Any) -> SaveOptions | None:
+    if values["output_path"] is not None:
+        return build(SaveOptions, values)
+    unused = [name for name, field in fields(SaveOptions).items() if values[name] not in (None, field.default)]
+    if unused:
+        raise InvalidRequest(f"{' and '.join(unused)} only matter with output_path; give it", param="output_path")
+    return None
+
+
+def _settled(handle: GenerationHandle, save: SaveOptions | None, written: Sequence[Path]) -> GenerationResult:
     try:
         result = handle.result()
         if save is not None:
-            save_result(result, save)
+            save_result(result, save, written)
         return result
     except DiffgenError as error:
         return GenerationResult(id=handle.id, params=handle.params, error=error)

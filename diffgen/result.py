@@ -43,9 +43,7 @@ class GenerationResult:
     raw: NDArray[Any] | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
-    def from_output(
-        cls, request_id: str, output: OutputBatch, raw: NDArray[Any], model: str = ""
-    ) -> GenerationResult:
+    def from_output(cls, request_id: str, output: OutputBatch, raw: NDArray[Any], model: str = "") -> GenerationResult:
         return cls(
             id=request_id,
             params=output.params,

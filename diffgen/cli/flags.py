@@ -14,16 +14,21 @@ AUTO = object()  # a flag that was not given
 
 
 def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct]) -> None:
-    """One flag a field, ``--like-this``; its help and default come from the field."""
+    """One flag a field, ``--like-this``, or ``--no-that`` where the default is true; help comes from the field."""
     group = parser.add_argument_group((struct.__doc__ or "").partition("\n")[0].partition(":")[0].rstrip("."))
     for name, field in fields(struct).items():
         if not field.extra.get("cli", True):
             continue
-        names = [f"--{name.replace('_', '-')}"]
+        flag = name.replace("_", "-")
+        names = [f"--no-{flag}" if field.default is True else f"--{flag}"]
         if "alias" in field.extra:
             names.append(f"-{field.extra['alias']}")
-        default = "" if field.default in (None, msgspec.NODEFAULT, False) else f" (default {field.default})"
-        text = (field.description + default).replace("%", "%%")
+        text = field.description
+        if field.default is True:
+            text = f"do not {text}"
+        elif field.default not in (None, msgspec.NODEFAULT, False):
+            text += f" (default {field.default})"
+        text = text.replace("%", "%%")
         group.add_argument(*names, dest=name, default=AUTO, help=text, **_value_options(field))
 
 
@@ -32,7 +37,7 @@ def _value_options(field: Field) -> dict[str, Any]:
     if typing.get_origin(member) is Literal:
         return {"choices": typing.get_args(member)}
     if member is bool:
-        return {"action": "store_true"}
+        return {"action": "store_false" if field.default is True else "store_true"}
     if member in (int, float):
         return {"type": member, "metavar": "N" if member is int else "X"}
     return {"metavar": "TEXT"}

@@ -1,11 +1,13 @@
-"""PNG and MP4 files from uint8 pixels."""
+"""Files of pictures and clips from uint8 pixels."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffgen.errors import InvalidRequest
+from diffgen.media.metadata import KEY, TEXT_KEY, Metadata, exif
 from diffgen.params import rational_fps
 
 if TYPE_CHECKING:
@@ -13,14 +15,61 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def save_png(image: NDArray[np.uint8], path: Path) -> None:
+DEFAULT_QUALITY = 95
+MAX_SIDE = {"jpeg": 65_535, "webp": 16_383, "gif": 65_535}
+GIF_MAX_FPS = 50  # browsers show a frame of less than 1/50 s for 1/10 s
+
+
+def save_png(image: NDArray[np.uint8], path: Path, metadata: Metadata | None = None) -> None:
     """Write (height, width, 3) as PNG."""
+    from PIL import Image, PngImagePlugin
+
+    texts = PngImagePlugin.PngInfo()
+    if metadata is not None:
+        texts.add_text(TEXT_KEY, metadata.text())
+        texts.add_text(KEY, metadata.json())
+    Image.fromarray(image).save(path, format="PNG", pnginfo=texts)
+
+
+def save_jpeg(
+    image: NDArray[np.uint8], path: Path, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
+) -> None:
+    """Write (height, width, 3) as JPEG, with colours at full resolution."""
+    _save_lossy(image, path, metadata, format="JPEG", quality=quality, subsampling="4:4:4", optimize=True)
+
+
+def save_webp(
+    image: NDArray[np.uint8], path: Path, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
+) -> None:
+    """Write (height, width, 3) as lossy WebP."""
+    _save_lossy(image, path, metadata, format="WEBP", quality=quality)
+
+
+def _save_lossy(image: NDArray[np.uint8], path: Path, metadata: Metadata | None, **options: Any) -> None:
     from PIL import Image
 
-    Image.fromarray(image).save(path, format="PNG")
+    if metadata is not None:
+        options["exif"] = exif(metadata)
+    Image.fromarray(image).save(path, **options)
 
 
-def save_mp4(frames: NDArray[np.uint8], path: Path, fps: float) -> None:
+def save_gif(frames: NDArray[np.uint8], path: Path, fps: float, metadata: Metadata | None = None) -> None:
+    """Write (frames, height, width, 3) as an endless GIF, 256 colours a frame, in the time of :func:`gif_delays`."""
+    from PIL import Image
+
+    first, *others = [Image.fromarray(frame).quantize(256) for frame in frames]
+    options: dict[str, Any] = {} if metadata is None else {"comment": metadata.json().encode()}
+    durations = [10 * delay for delay in gif_delays(len(frames), fps)]  # in ms
+    first.save(path, format="GIF", save_all=True, append_images=others, duration=durations, loop=0, **options)
+
+
+def gif_delays(frames: int, fps: float) -> list[int]:
+    """How long each frame is shown, in the 1/100 s that a GIF tells time in: each begins at its time, rounded."""
+    starts = [round(100 * index / rational_fps(fps)) for index in range(frames + 1)]
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+def save_mp4(frames: NDArray[np.uint8], path: Path, fps: float, metadata: Metadata | None = None) -> None:
     """Write (frames, height, width, 3) as H.264 in yuv420p, BT.709, with the index first, at the exact frame rate.
 
     Raises :class:`InvalidRequest` for odd sizes, which yuv420p cannot hold.
@@ -30,7 +79,10 @@ def save_mp4(frames: NDArray[np.uint8], path: Path, fps: float) -> None:
 
     _, height, width, _ = frames.shape
     check_even(width, height)
-    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+    # Without use_metadata_tags the muxer drops keys that it does not know.
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart+use_metadata_tags"}) as container:
+        if metadata is not None:
+            container.metadata.update({"comment": metadata.text(), KEY: metadata.json()})
         stream: Any = container.add_stream("libx264", rate=rational_fps(fps), options={"crf": "17"})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         # Said in the stream, because players guess the matrix by size otherwise and shift the colours.

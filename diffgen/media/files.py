@@ -13,6 +13,8 @@ from pathlib import Path
 
 from diffgen.errors import OutputError
 
+#: Extension -> output format.
+FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp", "mp4": "mp4", "gif": "gif"}
 MAX_SLUG = 80  # bytes: file systems count bytes, and the seed, index and extension follow
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10))}
 
@@ -29,9 +31,10 @@ def slug(prompt: str) -> str:
     return f"{text}-" if text.lower() in _RESERVED else text or "output"
 
 
-def without_extension(name: str) -> str:
-    """The stem of a name the user chose: whether it ends in .png or .mp4, the output's kind decides."""
-    return re.sub(r"\.(png|mp4)$", "", name, flags=re.IGNORECASE)
+def split_extension(name: str) -> tuple[str, str]:
+    """(stem, extension as written, without its dot) of a name the user chose; other endings belong to the stem."""
+    match = re.fullmatch(rf"(.*)\.({'|'.join(FORMATS)})", name, flags=re.IGNORECASE | re.DOTALL)
+    return (match[1], match[2]) if match else (name, "")
 
 
 def check_stem(name: str) -> str:

@@ -75,9 +75,10 @@ def test_names_of_the_users_choice_are_kept(name: str) -> None:
 
 
 def test_an_extension_in_the_name_is_not_doubled() -> None:
-    assert [files.without_extension(name) for name in ("a.png", "a.MP4", "a.b", ".png", "a.png.png")] == [
-        "a", "a", "a.b", "", "a.png",
-    ]  # fmt: skip
+    names = ("a.png", "a.MP4", "a.JPG", "a.b", ".webp", "a.png.gif")
+    assert [files.split_extension(name) for name in names] == [
+        *[("a", "png"), ("a", "MP4"), ("a", "JPG"), ("a.b", ""), ("", "webp"), ("a.png", "gif")]
+    ]
 
 
 def _save(text: str) -> Callable[[Path], None]:
