@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import queue
 import time
 import weakref
@@ -23,7 +24,8 @@ from diffgen.loading.index import read_index
 from diffgen.media.save import SaveOptions, check_save, save_result
 from diffgen.params import Limits, ModelSpec, SamplingParams, parse_params
 from diffgen.result import GenerationResult
-from diffgen.server.supervisor import RankStatus, Supervisor
+from diffgen.server.replica import RankStatus
+from diffgen.server.supervisor import Supervisor
 from diffgen.wire.client import Connection
 from diffgen.wire.messages import Abort, Aborted, GetStatus, Progress, Status
 
@@ -88,7 +90,8 @@ class DiffGenerator:
         supervisor = Supervisor(args, fail)
         try:
             supervisor.start()
-            connection = Connection(supervisor.socket)
+            # Whether the server comes back is the supervisor's to say.
+            connection = Connection(supervisor.socket, patience=math.inf)
             connections.append(connection)
             if supervisor.failure is not None:
                 raise supervisor.failure

@@ -56,6 +56,15 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float,
         Meta(description="seconds until a start that is not done counts as failed", extra={"min": 1, "max": 604800}),
     ] = 1800.0
+    unit_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds until a unit of work that is not done counts as hung", extra={"min": 1, "max": 604800}
+        ),
+    ] = 900.0
+    max_restarts: Annotated[
+        int, Meta(description="times in ten minutes that dead ranks are started again", extra={"min": 0})
+    ] = 3
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe log line to print")
     ] = "warning"

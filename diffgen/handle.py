@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import threading
 import uuid
@@ -18,7 +19,15 @@ from diffgen.wire.messages import Accepted, Failed, Progress
 
 logger = logging.getLogger(__name__)
 
-Event = Accepted | Progress | Failed | GenerationResult
+
+@dataclasses.dataclass(frozen=True)
+class Restarting:
+    """The server has gone. The request is kept, and runs again from its seed when a server is back."""
+
+    id: str
+
+
+Event = Accepted | Progress | Restarting | Failed | GenerationResult
 
 
 def is_final(event: Event) -> bool:

@@ -18,6 +18,7 @@ class Job:
         arrived, started: monotonic seconds.
         last_tick: the tick that ran it last, for taking turns.
         alone: a unit that it shared has failed, so it runs by itself until that unit has passed.
+        suspect: the server has died while it ran, so it always runs by itself.
     """
 
     id: str
@@ -28,6 +29,7 @@ class Job:
     position: Position | None = None
     last_tick: int = 0
     alone: bool = False
+    suspect: bool = False
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -36,6 +38,6 @@ class Job:
 
     def batch_key(self) -> Hashable:
         """Jobs with equal keys may share a unit; None shares with no other."""
-        if self.position is None or self.position.key is None or self.alone:
+        if self.position is None or self.position.key is None or self.alone or self.suspect:
             return None
         return (self.position.stage, self.position.key)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from diffgen.args import RunArgs
-from diffgen.errors import DiffgenError, InvalidRequest, QueueFull, RequestCancelled, error_from
+from diffgen.errors import DiffgenError, InvalidRequest, QueueFull, RequestCancelled, WorkerDied, error_from
 from diffgen.params import Limits, ModelSpec, resolve
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import Admit, Outcome, Plan, Position
@@ -30,6 +30,8 @@ from diffgen.wire.messages import (
     Welcome,
 )
 
+MAX_DEATHS = 2  # of the server, while it ran a request, until the request is refused
+
 Answer = tuple[bytes, ServerMessage]
 
 
@@ -41,10 +43,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: ModelSpec, limits: Limits, run: RunArgs, epoch: str, clock: Callable[[], float] = time.monotonic
+        self,
+        model: ModelSpec,
+        limits: Limits,
+        run: RunArgs,
+        epoch: str,
+        deaths: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.epoch = epoch
+        self._deaths = deaths or {}
         self._limits = limits
         self._run = run
         self._clock = clock
@@ -97,11 +106,15 @@ class Scheduler:
             if len(self._jobs) >= self._limits.queue:
                 rule = f"this server's limit is {self._limits.queue}; try again later"
                 raise QueueFull(f"{len(self._jobs)} requests are waiting or running, and {rule}")
+            if self._deaths.get(message.id, 0) >= MAX_DEATHS:
+                times = f"the server has died {self._deaths[message.id]} times while it ran this request"
+                raise WorkerDied(f"{times}; it will not be tried again", retryable=False)
             resolved = resolve(message.params, self.model, self._limits)
         except DiffgenError as error:
             return [(client, Failed(message.id, error.info()))]
         ahead = len(self._jobs)
-        self._jobs[message.id] = Job(message.id, client, resolved, self._clock())
+        suspect = message.id in self._deaths
+        self._jobs[message.id] = Job(message.id, client, resolved, self._clock(), suspect=suspect)
         return [(client, Accepted(message.id, ahead, resolved.params, resolved.warnings))]
 
     def _cancel(self, job: Job, reason: str) -> Answer:

@@ -20,12 +20,17 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(_Message, frozen=True):
-    """First message to a rank: all that it needs. It travels here because a command line can be read by others."""
+    """First message to a rank: all that it needs. It travels here because a command line can be read by others.
+
+    ``deaths`` counts, by request id, the replicas that died while they ran it.
+    """
 
     args: ServerArgs
     rank: int
     run_folder: str
+    rendezvous: str
     socket: str
+    deaths: dict[str, int]
 
 
 class Stop(_Message, frozen=True):
@@ -48,6 +53,12 @@ class Heartbeat(_Message, frozen=True):
     unit_since: float | None
 
 
+class Journal(_Message, frozen=True):
+    """From rank 0, before each tick: whom it runs. If the replica dies, they are the suspects."""
+
+    ids: tuple[str, ...]
+
+
 class RankError(_Message, frozen=True):
     """The rank ends because of this."""
 
@@ -55,7 +66,7 @@ class RankError(_Message, frozen=True):
 
 
 ToRank = Start | Stop
-FromRank = Ready | Heartbeat | RankError
+FromRank = Ready | Heartbeat | Journal | RankError
 
 M = TypeVar("M")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffgen.errors import DiffgenError, StartFailed, WorkerDied
-from diffgen.server.pipe import TO_RANK, Heartbeat, Pipe, RankError, Ready, Start, Stop, ToRank
+from diffgen.server.pipe import TO_RANK, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop, ToRank
 
 if TYPE_CHECKING:
     from diffgen.worker.worker import GPUWorker, Progress
@@ -41,6 +41,9 @@ def main() -> None:
         level=start.args.run.log_level.upper(),
         format=f"%(asctime)s rank {start.rank} %(levelname)s %(name)s: %(message)s",
     )
+    if start.args.run.log_level in ("warning", "error"):
+        # Advice that it prints at import, for people who write its programs.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     stops: queue.SimpleQueue[Any] = queue.SimpleQueue()
     watch = _Watch(pipe, start, parent, stops)
     # A rank without one of its threads would keep its clients waiting.
@@ -120,7 +123,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
 
     info = RankInfo(start.rank, args.run.num_gpus)
     device = choose_device(args.run, info)
-    control = join(info, Path(start.run_folder) / "rendezvous", device)
+    control = join(info, Path(start.run_folder) / start.rendezvous, device)
     pipeline = _build_pipeline(start, control, device)
     worker = GPUWorker(pipeline, ParallelExecutor(device), control)
     watch.progress = worker.progress
@@ -169,7 +172,7 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
     from diffgen.wire.messages import Closing
     from diffgen.wire.router import Router
 
-    scheduler = Scheduler(worker.pipeline.spec, start.args.limits, start.args.run, uuid.uuid4().hex)
+    scheduler = Scheduler(worker.pipeline.spec, start.args.limits, start.args.run, uuid.uuid4().hex, start.deaths)
     router = Router(start.socket, start.args.listen, inbox)
     pipe.send(Ready(worker.pipeline.spec.name, router.address))
 
@@ -187,6 +190,7 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
         if stopping or scheduler.idle:
             continue
         plan = scheduler.plan()
+        pipe.send(Journal(plan.ids))
         broadcast(plan)
         began = time.perf_counter()
         outcomes, finished = worker.tick(plan)

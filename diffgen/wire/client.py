@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import math
 import threading
 import time
 import uuid
@@ -22,7 +23,7 @@ from diffgen.errors import (
     ServerClosed,
     error_from,
 )
-from diffgen.handle import GenerationHandle
+from diffgen.handle import GenerationHandle, Restarting
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
 from diffgen.wire import codec
@@ -197,6 +198,8 @@ class Connection:
     def _poll_ms(self) -> int | None:
         if self._lost_at is None or self._ended is not None:
             return None
+        if self.patience == math.inf:
+            return None
         return max(0, int(1000 * (self._lost_at + self.patience - time.monotonic()))) + 10
 
     def _on_network(self, event: int) -> None:
@@ -207,10 +210,17 @@ class Connection:
             self._fail_questions(f"the server at {self.address} has gone")
             if self._lost_at is None:
                 self._lost_at = time.monotonic()
+                self._tell_restarting()
         elif event & _HANDSHAKE_FAILED:
             remedy = "give the token that the server was started with"
             refusal = f"{self.address} refused this client; {remedy}"
             self.end(ConnectionFailed(refusal, code="unauthorized", retryable=False))
+
+    def _tell_restarting(self) -> None:
+        with self._lock:
+            unanswered = list(self._pending.values())
+        for handle in unanswered:
+            handle.publish(Restarting(handle.id))
 
     def _send_waiting(self) -> bool:
         for message in self._outgoing.take():

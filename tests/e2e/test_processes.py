@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,6 +25,8 @@ from diffgen.errors import (
     StartFailed,
     WorkerDied,
 )
+from diffgen.handle import GenerationHandle, Restarting
+from diffgen.wire.messages import Progress
 
 FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
 LONG = {**FAST, "num_inference_steps": 900}
@@ -107,24 +110,75 @@ def test_a_child_forked_by_the_user_does_not_keep_the_ranks(tiny_wan: Path, root
             child.kill()
 
 
+def _in_denoising(generator: DiffGenerator, prompt: str, **sampling: Any) -> GenerationHandle:
+    """A request that is being denoised."""
+    handle = generator.submit(prompt, **sampling)
+    for event in handle.events():
+        if isinstance(event, Progress) and event.stage == "denoise":
+            break
+    return handle
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_dead_rank_ends_every_request_with_its_reason(tiny_wan: Path, root: Path, victim: int) -> None:
-    generator = DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=2, device="cpu")
-    try:
-        handles = [generator.submit("a", seed=1, **LONG) for _ in range(3)]
-        for event in handles[0].events():
-            if getattr(event, "stage", "") == "denoise":
-                break
+def test_a_dead_rank_is_replaced_and_no_request_is_lost(tiny_wan: Path, root: Path, victim: int) -> None:
+    with DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=2, device="cpu", log_level="error") as generator:
+        expected = generator.generate("a", seed=1, **FAST)
+        address = generator.address
+        running = _in_denoising(generator, "a", seed=1, **{**FAST, "num_inference_steps": 300})
+        waiting = [generator.submit("a", seed=1, **FAST) for _ in range(3)]
         os.kill(generator.ranks()[victim].pid, signal.SIGKILL)
         began = time.monotonic()
+        next(event for event in running.events() if isinstance(event, Restarting))
+        assert time.monotonic() - began < 2
+        for handle in waiting:
+            assert np.array_equal(handle.result(timeout=60).pixels, expected.pixels)
+        assert running.result(timeout=60).seed == 1
+        assert generator.address == address
+        assert generator.status().finished == {"done": 4}, "each ran once in the new epoch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["poison", "hang"])
+def test_a_request_that_kills_the_server_twice_is_refused(
+    tiny_wan: Path, root: Path, faulty_families: None, prompt: str
+) -> None:
+    """Its company in the same batch runs on, both times; the address of clients from outside stays."""
+    with DiffGenerator.from_pretrained(
+        str(tiny_wan),
+        device="cpu",
+        pipeline="faulty_families:EndsItsProcess",
+        log_level="error",
+        unit_timeout=4,
+        address="tcp://127.0.0.1:*",
+        token="sesame",
+    ) as generator:
+        expected = generator.generate("a", seed=1, **FAST)
+        with DiffGenerator.connect(generator.address, token="sesame") as outside:
+            company = [generator.submit("a", seed=1, **FAST), outside.submit("a", seed=1, **FAST)]
+            culprit = generator.submit(prompt, seed=1, **FAST)
+            with pytest.raises(WorkerDied, match="died 2 times") as caught:
+                culprit.result(timeout=100)
+            assert not caught.value.retryable
+            for handle in company:
+                assert np.abs(handle.result(timeout=60).pixels.astype(int) - expected.pixels).max() <= 1
+            assert sum(isinstance(event, Restarting) for event in culprit.events()) == 2
+
+
+@pytest.mark.slow
+def test_a_server_that_may_not_restart_says_why_it_ended(tiny_wan: Path, root: Path) -> None:
+    generator = DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", max_restarts=0)
+    try:
+        handles = [_in_denoising(generator, "a", seed=1, **LONG), generator.submit("a", seed=1, **LONG)]
+        os.kill(generator.ranks()[0].pid, signal.SIGKILL)
+        began = time.monotonic()
         for handle in handles:
-            with pytest.raises(WorkerDied, match=rf"rank {victim} .*SIGKILL") as caught:
+            with pytest.raises(WorkerDied, match=r"given up after 1 failure.*rank 0 .*SIGKILL"):
                 handle.result(timeout=10)
-            assert caught.value.retryable
         assert time.monotonic() - began < 3
         with pytest.raises(WorkerDied):
             generator.generate("a", **FAST)
+        assert leftovers(root) == []
     finally:
         generator.close()
 

@@ -63,6 +63,23 @@ class FailsOnRank1(WanPipeline):
         return [FailingDenoising(self) if isinstance(s, DenoisingStage) else s for s in super().make_stages()]
 
 
+class EndingDenoising(DenoisingStage):
+    """Ends the process for requests whose prompt begins with "poison", hangs for "hang", in their second step."""
+
+    def run(self, reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
+        for req in reqs:
+            if req.unit == 1 and req.params.prompt.startswith("poison"):
+                os._exit(9)
+            if req.unit == 1 and req.params.prompt.startswith("hang"):
+                time.sleep(600)
+        return super().run(reqs, ctx)
+
+
+class EndsItsProcess(WanPipeline):
+    def make_stages(self) -> Sequence[PipelineStage]:
+        return [EndingDenoising(self) if isinstance(s, DenoisingStage) else s for s in super().make_stages()]
+
+
 class OutOfMemoryDecoding(DecodingStage):
     def run(self, reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
         if any(req.params.prompt.startswith("big") for req in reqs):

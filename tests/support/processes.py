@@ -40,7 +40,9 @@ def rank_processes(run_root: Path) -> list[psutil.Process]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """Names in /dev/shm, without the semaphores of other programs' multiprocessing: ranks have none."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.mp-")}
 
 
 def leftovers(run_root: Path) -> list[str]:
