@@ -84,7 +84,7 @@ class ComposedPipelineBase(abc.ABC):
             if length is not None and count > length:
                 first = start + length - end_token
                 lost = whole[encoded.offset_mapping[first][0] :] if tokenizer.is_fast else "its end"
-                tokens = "tokens" if template == "{}" else "tokens with its template"
+                tokens = "tokens" if template == "{}" else "tokens with the end of its template"
                 warnings.append(f"{name} has {count} {tokens} and {encoder} reads {length}; cut off: {lost!r:.200}")
         return tuple(warnings)
 

@@ -15,12 +15,18 @@ from pipelines.base import ComposedPipelineBase
 
 # name -> module:Class, imported when used.
 FAMILIES = {
+    "flux": "pipelines.flux:FluxPipeline",
+    "qwen-image": "pipelines.qwen_image:QwenImagePipeline",
+    "hunyuan-video": "pipelines.hunyuan_video:HunyuanVideoPipeline",
     "wan": "pipelines.wan:WanPipeline",
     "stable-diffusion": "pipelines.stable_diffusion:StableDiffusionPipeline",
     "stable-diffusion-xl": "pipelines.sdxl:StableDiffusionXLPipeline",
 }
 # ``_class_name`` of model_index.json -> name.
 SERVED = {
+    "FluxPipeline": "flux",
+    "QwenImagePipeline": "qwen-image",
+    "HunyuanVideoPipeline": "hunyuan-video",
     "WanPipeline": "wan",
     "StableDiffusionPipeline": "stable-diffusion",
     "StableDiffusionXLPipeline": "stable-diffusion-xl",

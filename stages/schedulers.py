@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
+import numpy as np
+import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 
 from diffgen.errors import InvalidRequest
 
@@ -46,6 +49,27 @@ def make_flow_scheduler(base: Any, name: str | None, flow_shift: float | None) -
 
 def _shift(scheduler: Any) -> float:
     return float(scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0)))
+
+
+def set_timesteps_by_tokens(
+    scheduler: Any, steps: int | None, tokens: int, device: torch.device, *, even: bool = True
+) -> None:
+    """Set a scheduler whose shift towards high noise grows with the number of image tokens.
+
+    Args:
+        even: give it ``steps`` evenly spaced sigmas from 1 to 1 / steps to shift, in place of its own.
+    """
+    assert steps is not None
+    sigmas = np.linspace(1.0, 1 / steps, steps)
+    get = scheduler.config.get
+    shift = calculate_shift(
+        tokens,
+        get("base_image_seq_len", 256),
+        get("max_image_seq_len", 4096),
+        get("base_shift", 0.5),
+        get("max_shift", 1.15),
+    )
+    retrieve_timesteps(scheduler, steps, device, sigmas=sigmas if even else None, mu=shift)
 
 
 # Short names of the schedulers of models that predict noise or velocity, as user interfaces have them: the class, and

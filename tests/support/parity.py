@@ -77,7 +77,7 @@ class Local:
         while req.stage < len(self.pipeline.stages):
             self.unit([req])
         assert req.latents is not None
-        return torch.cat(req.frames, dim=1).numpy(), req.latents.float().numpy()
+        return req.pixels.numpy(), req.latents.float().numpy()
 
     def pixels(self, case: Mapping[str, Any]) -> tuple[Any, Any]:
         """Pixels and latents of a whole request."""
