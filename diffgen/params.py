@@ -319,6 +319,9 @@ def _resolve_guidance(
             warnings.append(f"{name} has no effect: {model.family} guides only with a negative_prompt; give one")
         if asked.guidance_scale_2 is not None:
             warnings.append(f"guidance_scale_2 has no effect: {off}")
+        if name is not None and model.guidance_needs_negative and resolved.negative_prompt is None and getattr(asked, name) is None:
+            # A default that cannot have an effect is not filled in.
+            resolved = msgspec.structs.replace(resolved, **{name: None})
     if name != "guidance_scale" and "guidance_scale" not in model.takes:
         if asked.guidance_scale is not None:
             instead = "" if name is None else f"; {name} is its guidance"

@@ -429,6 +429,11 @@ def test_guidance_that_needs_a_negative_prompt(model: ModelSpec) -> None:
     for text in ("", "b"):
         assert "negative_prompt has no effect: true_cfg_scale 1.0 is off" in warnings(needs, negative_prompt=text)
     assert resolved(needs).guidance_scale == 5.0
+    # What is resolved says the same when it is asked for again: a default without effect is not filled in.
+    on = msgspec.structs.replace(needs, defaults=needs.defaults | {"true_cfg_scale": 4.0})
+    assert resolved(on).true_cfg_scale is None
+    assert resolved(on, negative_prompt="").true_cfg_scale == 4.0
+    assert resolved(on, true_cfg_scale=2).true_cfg_scale == 2.0
     assert "guidance_scale" not in warnings(needs, guidance_scale=3)
 
 
