@@ -319,7 +319,8 @@ def _resolve_guidance(
             warnings.append(f"{name} has no effect: {model.family} guides only with a negative_prompt; give one")
         if asked.guidance_scale_2 is not None:
             warnings.append(f"guidance_scale_2 has no effect: {off}")
-        if name is not None and model.guidance_needs_negative and resolved.negative_prompt is None and getattr(asked, name) is None:
+        never_on = model.guidance_needs_negative and resolved.negative_prompt is None
+        if name is not None and never_on and getattr(asked, name) is None:
             # A default that cannot have an effect is not filled in.
             resolved = msgspec.structs.replace(resolved, **{name: None})
     if name != "guidance_scale" and "guidance_scale" not in model.takes:
