@@ -46,8 +46,11 @@ def find_family(path: str) -> type[ComposedPipelineBase]:
 
 
 def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
-    """The pipeline of a model's folder, loaded. Raises :class:`ModelError` naming what is missing or known."""
-    index = read_index(folder, model.variant, model.safety_checker)
+    """The pipeline of a model's folder, loaded; on the device "meta", without weights.
+
+    Raises :class:`ModelError` naming what is missing or known.
+    """
+    index = read_index(folder, model.variant, model.safety_checker, weights=device.type != "meta")
     if model.pipeline is None:
         name = SERVED.get(index.pipeline_class)
         if name is None:

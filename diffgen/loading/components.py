@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, float32: frozenset[str]) -> Any:
     """The diffusers pipeline of a checked folder, in evaluation mode on ``device``: safetensors only, no network.
 
+    On the device "meta" the models are there without their weights, of which no file is read.
+
     Raises :class:`ModelError` with the reason that diffusers or transformers give.
     """
     import diffusers
@@ -34,18 +36,58 @@ def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, f
     if index.left_out and "requires_safety_checker" in inspect.signature(kind.__init__).parameters:
         absent["requires_safety_checker"] = False
     try:
+        given = absent | (_empty_models(index, dtypes) if device.type == "meta" else {})
         pipe = kind.from_pretrained(
             index.folder,
             dtype=dtypes,
             variant=model.variant,
             use_safetensors=True,
             local_files_only=True,
-            **absent,
+            **given,
         )
         return pipe.to(device)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(f"cannot load {index.folder}: {reason}", code="model_incomplete") from error
+
+
+def _empty_models(index: ModelIndex, dtypes: dict[str, torch.dtype]) -> dict[str, torch.nn.Module]:
+    """Each component that has weights, from its configuration alone, with parameters on the device "meta"."""
+    import diffusers
+    import transformers
+    from accelerate import init_empty_weights
+
+    found: dict[str, torch.nn.Module] = {}
+    for name, kind in index.components.items():
+        folder = index.folder / name
+        if kind is None or name in index.left_out or not (folder / "config.json").exists():
+            continue
+        library, class_name = kind
+        # Beside the two libraries, the modules of diffusers' own pipelines hold components.
+        modules = {"diffusers": diffusers, "transformers": transformers}
+        module = modules.get(library) or getattr(diffusers.pipelines, library)
+        component = getattr(module, class_name)
+        with init_empty_weights():
+            if issubclass(component, diffusers.ModelMixin):
+                model = component.from_config(component.load_config(folder))
+            elif issubclass(component, transformers.PreTrainedModel):
+                model = component(component.config_class.from_pretrained(folder))
+            else:
+                continue
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()  # each place of a shared weight has become a parameter of its own
+        _set_dtype(model, dtypes.get(name, dtypes["default"]))
+        found[name] = model.eval()
+    return found
+
+
+def _set_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """As ``from_pretrained`` does, which keeps in float32 what the model's class names."""
+    names: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict"):  # transformers' alone has it
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if names & set(name.split(".")) else dtype)
 
 
 def _be_quiet() -> None:

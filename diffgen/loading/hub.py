@@ -13,11 +13,12 @@ BUNDLED = Path(__file__).resolve().parents[1] / "shapes"
 
 # Weights as safetensors and everything small; a pipeline's own .py, pickles and other frameworks' files stay away.
 # So do weights beside model_index.json: they are the same model again, as one file.
-_PATTERNS = ["*.json", "*/*.safetensors", "*.txt", "*.model", "*.md"]
+_SMALL = ["*.json", "*.txt", "*.model", "*.md"]
+_PATTERNS = ["*/*.safetensors", *_SMALL]
 
 
-def resolve_model(model: ModelArgs) -> Path:
-    """The folder of ``model.model_path``, downloaded if it is a Hub id.
+def resolve_model(model: ModelArgs, weights: bool = True) -> Path:
+    """The folder of ``model.model_path``, downloaded if it is a Hub id; without its ``weights`` if they aren't needed.
 
     Honours the Hub's environment (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...). Raises :class:`ModelError`.
     """
@@ -25,7 +26,7 @@ def resolve_model(model: ModelArgs) -> Path:
     if folder is not None:
         return folder
     assert model.model_path is not None
-    return _download(model.model_path, model.revision)
+    return _download(model.model_path, model.revision, _PATTERNS if weights else _SMALL)
 
 
 def model_name(model: ModelArgs) -> str:
@@ -59,12 +60,12 @@ def local_folder(model: ModelArgs) -> Path | None:
     return None
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         reason = "it is gated: accept its terms on the Hub and set HF_TOKEN"
     except errors.RevisionNotFoundError:

@@ -62,10 +62,12 @@ class ModelIndex:
         return dict(values)
 
 
-def read_index(folder: Path, variant: str | None, safety_checker: bool = False) -> ModelIndex:
+def read_index(
+    folder: Path, variant: str | None, safety_checker: bool = False, weights: bool = True
+) -> ModelIndex:
     """Read and check ``folder``. Raises :class:`ModelError` naming each missing piece.
 
-    What only a safety checker needs may be missing unless it is asked for.
+    What only a safety checker needs may be missing unless it is asked for, and weights where they are not needed.
     """
     path = folder / "model_index.json"
     if not path.exists():
@@ -84,7 +86,7 @@ def read_index(folder: Path, variant: str | None, safety_checker: bool = False) 
     has_unused = SAFETY_CHECKER in components and not safety_checker
     left_out = frozenset({SAFETY_CHECKER, "feature_extractor"} & set(components)) if has_unused else frozenset()
     needed = [name for name, kind in components.items() if kind and name not in left_out]
-    missing = [problem for name in needed for problem in _missing(folder / name, variant)]
+    missing = [problem for name in needed for problem in _missing(folder / name, variant, weights)]
     if missing:
         raise ModelError(f"the model in {folder} is incomplete: {'; '.join(missing)}", code="model_incomplete")
     return ModelIndex(folder, str(data["_class_name"]), components, left_out)
@@ -100,7 +102,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _missing(folder: Path, variant: str | None) -> list[str]:
+def _missing(folder: Path, variant: str | None, weights: bool) -> list[str]:
     """What one component lacks. Only a component with a config.json has weights."""
     if not folder.is_dir():
         return [f"no folder {folder.name}/"]
@@ -109,6 +111,8 @@ def _missing(folder: Path, variant: str | None) -> list[str]:
     if not (folder / "config.json").exists():
         # A tokenizer, scheduler or processor has a configuration of another name, and no weights.
         return [f"no {folder.name}/config.json"] if any(folder.glob("*.safetensors*")) else []
+    if not weights:
+        return []
     infix = f".{variant}" if variant else ""
     shards = sorted(folder.glob(f"*.safetensors.index{infix}.json"))
     if shards:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffgen.args import ModelArgs
 from diffgen.errors import DiffgenError, StartFailed, WorkerDied
 from diffgen.server.pipe import TO_RANK, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop, ToRank
 
@@ -137,9 +138,18 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
 
 
 def _build_pipeline(start: Start, control: Any, device: Any) -> Any:
+    from diffgen.loading.hub import resolve_model
+
+    model = start.args.model
+    # One rank downloads; the others are told where to.
+    folder = str(resolve_model(model)) if control.info.leads else ""
+    return open_pipeline(Path(control.broadcast(folder.encode()).decode()), model, device)
+
+
+def open_pipeline(folder: Path, model: ModelArgs, device: Any) -> Any:
+    """The pipeline of a model's folder on ``device``; on "meta" without weights, to learn what it takes."""
     # The one import upwards: a rank is where the three packages meet.
     import pipelines
-    from diffgen.loading.hub import resolve_model
 
     ours = Path(__file__).resolve().parents[2] / "pipelines" / "__init__.py"
     found = Path(pipelines.__file__ or "").resolve()
@@ -147,10 +157,7 @@ def _build_pipeline(start: Start, control: Any, device: Any) -> Any:
         raise StartFailed(f"Python finds another package 'pipelines' at {found.parent}; take it off PYTHONPATH")
     from pipelines.registry import load_pipeline
 
-    model = start.args.model
-    # One rank downloads; the others are told where to.
-    folder = str(resolve_model(model)) if control.info.leads else ""
-    return load_pipeline(Path(control.broadcast(folder.encode()).decode()), model, device)
+    return load_pipeline(folder, model, device)
 
 
 def _follow(worker: GPUWorker) -> None:

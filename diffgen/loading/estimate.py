@@ -1,0 +1,99 @@
+"""How much memory a request needs on a rank, from a pipeline without weights.
+
+A rule of thumb, for choosing a device and a size, not a promise. With n outputs and b guidance branches::
+
+    weights   parameters x bytes of their numbers, components one by one
+    latents   n x elements x 4 bytes x (2 + b): latents, the scheduler's last prediction, one prediction a branch
+    denoise   3 x n x b x tokens x widest x bytes: three tensors of the widest layer input
+    decode    3 x pixels of one decode unit x channels x bytes: three tensors at full resolution
+    pixels    n x frames x height x width x 3 bytes
+    total     weights + latents + pixels + the larger of denoise and decode
+
+Tokens are the latents' positions over the denoiser's patch, and channels what the decoder's last convolution reads.
+Attention is taken to need no more than its inputs, as it does on the devices that matter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from diffgen.params import SamplingParams, is_guided
+from diffgen.request import Req
+
+_LIVE = 3
+
+
+def estimate_memory(pipeline: Any, params: SamplingParams) -> dict[str, Any]:
+    """MiB of each part for resolved ``params``; "weights" by component.
+
+    Parts beside the weights are None where the pipeline does not say what its latents are.
+    """
+    models = {name: part for name, part in pipeline.pipe.components.items() if isinstance(part, torch.nn.Module)}
+    weights = {
+        name: sum(each.numel() * each.element_size() for each in part.parameters()) for name, part in models.items()
+    }
+    parts = _parts(pipeline, params, models)
+    found: dict[str, Any] = {"weights": {name: _mib(size) for name, size in weights.items()}}
+    found |= {name: None if size is None else _mib(size) for name, size in parts.items()}
+    sizes = {name: size or 0 for name, size in parts.items()}
+    work = sizes["latents"] + sizes["pixels"] + max(sizes["denoise"], sizes["decode"])
+    return found | {"total": _mib(sum(weights.values()) + work)}
+
+
+def _mib(size: int) -> float:
+    return round(size / 2**20, 1)
+
+
+def _parts(pipeline: Any, params: SamplingParams, models: dict[str, torch.nn.Module]) -> dict[str, int | None]:
+    req = Req("estimate", params)
+    count, frames = req.outputs, params.num_frames or 1
+    outside = frames * (params.height or 0) * (params.width or 0)
+    found: dict[str, int | None] = {"latents": None, "denoise": None, "decode": None, "pixels": count * outside * 3}
+    if not hasattr(pipeline, "prepare_latents"):
+        return found
+    req.scheduler = pipeline.make_scheduler(req)  # some scale the noise
+    generators = [torch.Generator("cpu").manual_seed(0) for _ in range(count)]
+    latents = req.latents = pipeline.prepare_latents(req, generators)
+    branches = 2 if is_guided(params, pipeline.spec) else 1
+    found["latents"] = latents.numel() * 4 * (2 + branches)
+    decoders = [part for part in models.values() if hasattr(part, "decode")]
+    denoisers = [part for part in models.values() if part not in decoders and hasattr(part.config, "in_channels")]
+    if denoisers:
+        found["denoise"] = max(
+            _LIVE * branches * _tokens(latents, part) * _widest(part) * _item(part) for part in denoisers
+        )
+    if decoders and hasattr(pipeline, "decode_units"):
+        in_unit = math.ceil(count * outside / max(1, pipeline.decode_units(req)))
+        found["decode"] = max(_LIVE * in_unit * _last_channels(part) * _item(part) for part in decoders)
+    return found
+
+
+def _tokens(latents: torch.Tensor, denoiser: Any) -> int:
+    """Of all outputs: (n, tokens, channels) are packed already, (n, channels, [frames,] height, width) are not."""
+    if latents.ndim == 3:
+        return latents.shape[0] * latents.shape[1]
+    patch = getattr(denoiser.config, "patch_size", None) or 1
+    sides = list(patch) if isinstance(patch, list | tuple) else [patch, patch]
+    return math.ceil(latents.numel() / latents.shape[1] / math.prod(sides))
+
+
+def _widest(model: torch.nn.Module) -> int:
+    """The most features that a layer reads; what a layer writes counts where the next one reads it."""
+    linear = [layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    return max([1, *linear, *(layer.in_channels for layer in _convolutions(model))])
+
+
+def _last_channels(decoder: torch.nn.Module) -> int:
+    part = getattr(decoder, "decoder", decoder)
+    return [1, *(layer.in_channels for layer in _convolutions(part))][-1]
+
+
+def _convolutions(model: torch.nn.Module) -> list[torch.nn.Conv2d | torch.nn.Conv3d]:
+    return [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d | torch.nn.Conv3d)]
+
+
+def _item(model: torch.nn.Module) -> int:
+    return next(iter(model.parameters())).element_size()
