@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from diffgen.args import ModelArgs
 from diffgen.errors import InvalidRequest, ModelError
 
 BUNDLED = Path(__file__).resolve().parents[1] / "shapes"
-
-# Weights as safetensors and everything small; a pipeline's own .py, pickles and other frameworks' files stay away.
-# So do weights beside model_index.json: they are the same model again, as one file.
-_SMALL = ["*.json", "*.txt", "*.model", "*.md"]
-_PATTERNS = ["*/*.safetensors", *_SMALL]
 
 
 def resolve_model(model: ModelArgs, weights: bool = True) -> Path:
@@ -26,7 +22,7 @@ def resolve_model(model: ModelArgs, weights: bool = True) -> Path:
     if folder is not None:
         return folder
     assert model.model_path is not None
-    return _download(model.model_path, model.revision, _PATTERNS if weights else _SMALL)
+    return _download(model.model_path, model.revision, wanted_files(model.variant, weights))
 
 
 def model_name(model: ModelArgs) -> str:
@@ -60,10 +56,23 @@ def local_folder(model: ModelArgs) -> Path | None:
     return None
 
 
+def wanted_files(variant: str | None, weights: bool = True) -> list[str]:
+    """Patterns of the files to download: what is small, and one copy of each component's ``weights`` if needed.
+
+    A pipeline's own .py, pickles, other frameworks' files and other variants stay away; so do weights beside
+    model_index.json, which are the same model again, as one file.
+    """
+    name = "*/*model" + (f".{variant}" if variant else "")
+    small = ["*.json", "*.txt", "*.model", "*.md"]
+    return [*small, f"{name}.safetensors", f"{name}-?????-of-?????.safetensors"] if weights else small
+
+
 def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:

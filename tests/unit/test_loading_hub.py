@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
-from diffgen.loading.hub import BUNDLED, resolve_model
+from diffgen.loading.hub import BUNDLED, resolve_model, wanted_files
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -150,3 +151,36 @@ def test_an_error_names_the_file_that_was_given(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ModelError, match=r"give the folder that holds model_index\.json"):
         resolve_model(ModelArgs(model_path=str(file)))
+
+
+REPOSITORY = [
+    "model_index.json",
+    "model.safetensors",
+    "pipeline.py",
+    "README.md",
+    "tokenizer/spiece.model",
+    "text_encoder/config.json",
+    "text_encoder/model.safetensors",
+    "text_encoder/model.fp16.safetensors",
+    "text_encoder/pytorch_model.bin",
+    "unet/diffusion_pytorch_model-00001-of-00002.safetensors",
+    "unet/diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+    "unet/diffusion_pytorch_model.safetensors.index.json",
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        (None, {"text_encoder/model.safetensors", "unet/diffusion_pytorch_model-00001-of-00002.safetensors"}),
+        (
+            "fp16",
+            {"text_encoder/model.fp16.safetensors", "unet/diffusion_pytorch_model.fp16-00001-of-00002.safetensors"},
+        ),
+    ],
+)
+def test_one_copy_of_the_weights_is_downloaded(variant: str | None, weights: set[str]) -> None:
+    found = set(filter_repo_objects(REPOSITORY, allow_patterns=wanted_files(variant)))
+    assert {name for name in found if name.endswith(".safetensors")} == weights
+    assert {"model_index.json", "README.md", "tokenizer/spiece.model", "text_encoder/config.json"} <= found
+    assert not {name for name in found if name.endswith((".py", ".bin"))}
