@@ -62,9 +62,7 @@ class ModelIndex:
         return dict(values)
 
 
-def read_index(
-    folder: Path, variant: str | None, safety_checker: bool = False, weights: bool = True
-) -> ModelIndex:
+def read_index(folder: Path, variant: str | None, safety_checker: bool = False, weights: bool = True) -> ModelIndex:
     """Read and check ``folder``. Raises :class:`ModelError` naming each missing piece.
 
     What only a safety checker needs may be missing unless it is asked for, and weights where they are not needed.
