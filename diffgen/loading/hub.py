@@ -70,9 +70,10 @@ def wanted_files(variant: str | None, weights: bool = True) -> list[str]:
 def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
+        disable_progress_bars()
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
