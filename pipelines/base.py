@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from diffgen.args import ModelArgs
-from diffgen.errors import ModelError
+from diffgen.errors import InvalidRequest, ModelError
 from diffgen.loading.components import load_components
 from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
@@ -90,7 +90,15 @@ class ComposedPipelineBase(abc.ABC):
 
     def set_timesteps(self, scheduler: Any, req: Req) -> None:
         """Set a request's scheduler to its steps. Families with a schedule of their own replace it."""
-        scheduler.set_timesteps(req.params.num_inference_steps, device=self.device)
+        steps = req.params.num_inference_steps
+        try:
+            scheduler.set_timesteps(steps, device=self.device)
+        except ValueError as error:
+            rule = f"{type(scheduler).__name__} has no such schedule ({error})"
+            remedy = "use another number of steps or another scheduler"
+            raise InvalidRequest(
+                f"num_inference_steps {steps}: {rule}; {remedy}", param="num_inference_steps"
+            ) from None
 
     def batch_key(self, req: Req) -> Hashable:
         """What must be equal for two requests to share a forward: the fields marked for it. Families add theirs."""

@@ -93,11 +93,13 @@ NOISE_SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # It draws noise of its own, which no seed of the request reaches.
 _OWN_NOISE = "DPMSolverSDEScheduler"
+# diffusers holds it compatible with all others, but it is for models that were trained for it.
+_OWN_MODELS = "EDMEulerScheduler"
 
 
 def noise_names(base: Any) -> tuple[str, ...]:
     """Names for :func:`make_noise_scheduler`: what diffusers holds compatible with the scheduler of the folder."""
-    classes = {kind.__name__ for kind in (*base.compatibles, type(base))} - {_OWN_NOISE}
+    classes = {kind.__name__ for kind in base.compatibles} - {_OWN_NOISE, _OWN_MODELS} | {type(base).__name__}
     return (*(name for name, (kind, _) in NOISE_SCHEDULERS.items() if kind in classes), *sorted(classes))
 
 

@@ -41,14 +41,20 @@ class Local:
     executor: ParallelExecutor
 
     @classmethod
-    def load(cls, folder: Path, dtype: Any = "float32") -> Local:
+    def load(cls, folder: Path, dtype: Any = "float32", **options: Any) -> Local:
         device = torch.device("cpu")
-        model = ModelArgs(model_path=str(folder), dtype=dtype)
+        model = ModelArgs(model_path=str(folder), dtype=dtype, **options)
         return cls(load_pipeline(folder, model, device), ParallelExecutor(device))
 
     @property
     def denoise(self) -> Any:
         return next(stage for stage in self.pipeline.stages if stage.name == "denoise")
+
+    @property
+    def denoiser(self) -> torch.nn.Module:
+        pipe = self.pipeline.pipe
+        model: torch.nn.Module = pipe.transformer if hasattr(pipe, "transformer") else pipe.unet
+        return model
 
     def enter(self, case: Mapping[str, Any]) -> Req:
         resolved = resolve(parse_params(case), self.pipeline.spec, Limits())
@@ -91,7 +97,7 @@ def check_shared_forwards(
     reqs = [local.at_step(case, step) for case, step in mix]
     assert len({local.denoise.batch_key(req) for req in reqs}) == 1
     running, shared = list(reqs), 0
-    with forwards(local.pipeline.pipe.transformer) as seen:
+    with forwards(local.denoiser) as seen:
         while running:
             count, timesteps = len(seen), {float(_timestep(req)) for req in running}
             local.unit(running)

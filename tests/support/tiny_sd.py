@@ -11,8 +11,9 @@ CHANNELS = 4
 TEXT_DIM = 32
 TEXT_LAYERS = 3
 DEFAULTS = {"width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 4.0}
-# As published with SD 1.x, 2.x and SDXL.
-_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+# As published with SD 1.x, 2.x and SDXL; what a class has no use for waits in its folder for one that has.
+_BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+_BETAS |= {"clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True}
 
 
 def make_tiny_sd(folder: Path, *, seed: int = 20) -> Path:
@@ -44,7 +45,7 @@ def make_tiny_sd_v(folder: Path, *, seed: int = 21) -> Path:
     """Like SD 2.1: velocity prediction, DDIM, heads given per block, linear projections."""
     from diffusers import DDIMScheduler
 
-    scheduler = DDIMScheduler(**_BETAS, clip_sample=False, set_alpha_to_one=False, prediction_type="v_prediction")
+    scheduler = DDIMScheduler.from_config({**_BETAS, "prediction_type": "v_prediction"})
     unet = {"attention_head_dim": (2, 4), "use_linear_projection": True}
     return tiny_models._save(_sd(seed, scheduler, **unet), folder, DEFAULTS)
 
@@ -71,7 +72,7 @@ def make_tiny_sdxl(folder: Path, *, seed: int = 22) -> Path:
         tokenizer=_tokenizer(),
         tokenizer_2=_tokenizer(pad_token="!"),
         unet=unet,
-        scheduler=EulerDiscreteScheduler(**_BETAS, timestep_spacing="leading"),
+        scheduler=EulerDiscreteScheduler.from_config({**_BETAS, "timestep_spacing": "leading"}),
     )
     return tiny_models._save(pipe, folder, DEFAULTS)
 
@@ -86,7 +87,7 @@ def _sd(seed: int, scheduler: Any = None, **unet_options: Any) -> Any:
         text_encoder=text_encoder,
         tokenizer=_tokenizer(),
         unet=unet,
-        scheduler=scheduler or PNDMScheduler(**_BETAS, skip_prk_steps=True, set_alpha_to_one=False),
+        scheduler=scheduler or PNDMScheduler.from_config(_BETAS),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,

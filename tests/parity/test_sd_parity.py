@@ -1,0 +1,330 @@
+"""Stable Diffusion 1.x, 2.x and XL against diffusers' own ``__call__`` in another process, in float32.
+
+Schedulers are given to diffusers as its pages have it: ``from_config`` of the folder's settings.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from oracle import THREADS, Oracle, level_difference, relative_difference
+from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, check, check_shared_forwards, forwards
+from tiny_sd import TEXT_LAYERS, make_tiny_sd, make_tiny_sd_checked, make_tiny_sd_v, make_tiny_sdxl
+
+from diffgen import DiffGenerator
+from diffgen.errors import InvalidRequest, ModelError
+from diffgen.request import Update
+from diffgen.worker.context import StageError
+from diffgen.worker.worker import fingerprint
+from stages.schedulers import NOISE_SCHEDULERS
+
+TINY = {
+    "prompt": "a red circle on a blue background",
+    "seed": 7,
+    "width": 64,
+    "height": 64,
+    "num_inference_steps": 4,
+    "guidance_scale": 4.0,
+}
+# Theirs, of schedulers that mix tensors and numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
+
+LONG = "a red circle on a blue background and a dog " * 2
+
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{steps}-steps": {"num_inference_steps": steps} for steps in range(1, 9)},
+    "guidance-off": {"guidance_scale": 1.0},
+    "guidance-zero": {"guidance_scale": 0.0},
+    "guidance-below-1": {"guidance_scale": 0.5},
+    "guidance-just-on": {"guidance_scale": 1.25},
+    "negative-prompt": {"negative_prompt": "blurry dark photo"},
+    "negative-prompt-empty": {"negative_prompt": ""},
+    "negative-prompt-unused": {"negative_prompt": "blurry dark photo", "guidance_scale": 1.0},
+    "empty-prompt": {"prompt": "", "negative_prompt": "a dog"},
+    "cut-prompts": {"prompt": LONG, "negative_prompt": LONG[6:]},
+    "wide": {"width": 136, "height": 64},
+    "tall": {"width": 56, "height": 96},
+    "odd-latents": {"width": 72, "height": 40},
+    "n-4": {"n": 4},
+    "n-4-off": {"n": 4, "guidance_scale": 1.0},
+    "large-seed": {"seed": 2**63 - 1},
+    "clip-skip-0": {"clip_skip": 0},
+    "clip-skip-1": {"clip_skip": 1, "negative_prompt": "a dog"},
+    "clip-skip-most": {"clip_skip": TEXT_LAYERS - 1},
+}
+# Requests by the class of their scheduler; those before it may have had another number of evaluations a step.
+EULER_A, HEUN, UNIPC = (
+    {"scheduler": f"{name}Scheduler"} for name in ("EulerAncestralDiscrete", "HeunDiscrete", "UniPCMultistep")
+)
+MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
+    "two": [({"num_inference_steps": 8}, 3), ({"prompt": "a dog", "seed": 9, "num_inference_steps": 5}, 0)],
+    "guided-and-not": [
+        ({"num_inference_steps": 8}, 5),
+        ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, "guidance_scale": 1.0}, 2),
+        ({"negative_prompt": "sofa", "seed": 11, "num_inference_steps": 4, "guidance_scale": 8.0, "n": 2}, 0),
+    ],
+    "four-schedulers": [
+        ({"num_inference_steps": 8, "n": 2, **EULER_A}, 4),
+        ({"num_inference_steps": 6, "seed": 9, **HEUN}, 3),
+        ({"num_inference_steps": 8, "seed": 11, **UNIPC}, 2),
+        ({"num_inference_steps": 8, "seed": 13}, 1),
+    ],
+    "clip-skips": [({"num_inference_steps": 8, "clip_skip": 1}, 2), ({"seed": 9, "num_inference_steps": 6}, 0)],
+}
+MODELS = {"sd": make_tiny_sd, "sd-v": make_tiny_sd_v, "sdxl": make_tiny_sdxl}
+
+
+def _params(cases: Mapping[str, Any]) -> list[Any]:
+    return [pytest.param(case, id=name) for name, case in cases.items()]
+
+
+def _controls(local: Local, case: dict[str, Any]) -> dict[str, Any]:
+    """One output with another prompt, guidance or seed."""
+    changed: dict[str, dict[str, Any]] = {
+        "prompt": {"prompt": "green star"},
+        "guidance": {"guidance_scale": 8.0},
+        "seed": {"seed": case["seed"] // 2 + 1},
+    }
+    return {name: local.pixels(case | {"n": 1} | change)[0] for name, change in changed.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, model_folder: Path) -> Path:
+    return MODELS[request.param](model_folder / f"tiny-{request.param}")
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Local:
+    return Local.load(folder)
+
+
+@pytest.mark.parametrize("case", _params(CASES))
+def test_equals_diffusers(oracle: Oracle, local: Local, folder: Path, case: dict[str, Any]) -> None:
+    case = TINY | case
+    pixels, latents = local.pixels(case)
+    check(oracle.run(folder, case), pixels, latents, _controls(local, case))
+
+
+@pytest.mark.parametrize("name", NOISE_SCHEDULERS)
+def test_schedulers_equal_diffusers(oracle: Oracle, local: Local, folder: Path, name: str) -> None:
+    kind, settings = NOISE_SCHEDULERS[name]
+    for steps in (1, 2, 8) if folder.name == "tiny-sd" else (5,):
+        case = TINY | {"num_inference_steps": steps, "n": 2}
+        pixels, latents = local.pixels(case | {"scheduler": name})
+        seed = local.pixels(case | {"scheduler": name, "seed": 3, "n": 1})[0]
+        theirs = case | {"scheduler": kind, "scheduler_options": settings}
+        check(oracle.run(folder, theirs), pixels, latents, {"seed": seed})
+
+
+def test_schedulers_by_class_have_the_settings_of_the_folder(oracle: Oracle, local: Local, folder: Path) -> None:
+    names = [name for name in local.pipeline.spec.schedulers if name.endswith("Scheduler")]
+    assert set(names) == {kind for kind, _ in NOISE_SCHEDULERS.values()}
+    cases = [TINY | {"scheduler": name, "num_inference_steps": 3} for name in names]
+    for case, reference in zip(cases, oracle.run_all(folder, cases), strict=True):
+        pixels, latents = local.pixels(case)
+        check(reference, pixels, latents, {})
+
+
+def test_samplers_with_noise_keep_each_output_apart(local: Local) -> None:
+    for name in ("euler_a", "ddpm", "dpm++_sde", "dpm2_a"):
+        case = TINY | {"scheduler": name}
+        together = local.pixels(case | {"n": 3})[0]
+        for index in range(3):
+            alone = local.pixels(case | {"seed": TINY["seed"] + index})[0]  # type: ignore[operator]
+            assert level_difference(together[index : index + 1], alone) <= MAX_LEVELS
+
+
+@pytest.mark.parametrize("mix", _params(MIXES))
+def test_shared_forwards_equal_each_alone(
+    oracle: Oracle, local: Local, folder: Path, mix: list[tuple[dict[str, Any], int]]
+) -> None:
+    check_shared_forwards(local, oracle, folder, [(TINY | case, step) for case, step in mix])
+
+
+@pytest.mark.parametrize(("guidance", "rows"), [(4.0, 2), (1.0, 1), (0.0, 1)])
+def test_rows_of_a_step(local: Local, guidance: float, rows: int) -> None:
+    with forwards(local.denoiser) as seen:
+        local.pixels(TINY | {"guidance_scale": guidance, "n": 3, "scheduler": "heun"})
+    assert seen == [rows * 3] * (2 * 4 - 1)
+
+
+@pytest.mark.parametrize("name", ["pndm", "euler_a", "unipc", "heun"])
+def test_a_unit_changes_no_request(local: Local, name: str) -> None:
+    req = local.enter(TINY | {"num_inference_steps": 3, "n": 2, "scheduler": name})
+    steps, units = {"pndm": 4, "heun": 5}.get(name, 3), 0
+    while req.stage < len(local.pipeline.stages):
+        first, second = (local.executor.run(local.pipeline.stages[req.stage], [req])[0] for _ in range(2))
+        assert type(first) is type(second) is Update
+        assert fingerprint(first) == fingerprint(second)
+        local.unit([req])
+        units += 1
+    assert units == 3 + steps + 2  # an image a unit of the decode
+
+
+def test_cut_texts_are_named_with_what_is_lost(local: Local) -> None:
+    def warnings(**case: Any) -> tuple[str, ...]:
+        req = local.enter(TINY | case)
+        local.unit([req])
+        return req.warnings
+
+    assert warnings() == ()
+    # A character a token, without the spaces; 75 of them beside the two that stand around a text.
+    long = "a bc " * 25 + "de fgh"
+    (cut,) = warnings(prompt=long)
+    assert cut == "prompt has 82 tokens and the encoder reads 77; cut off: 'de fgh'"
+    both = warnings(prompt=long, negative_prompt=long)
+    assert [each.partition(" ")[0] for each in both] == ["prompt", "negative_prompt"]
+    assert len(warnings(prompt=long, negative_prompt=long, guidance_scale=1.0)) == 2
+    (unread,) = warnings(negative_prompt="a dog", guidance_scale=1.0)
+    assert unread.startswith("negative_prompt has no effect")
+
+
+@pytest.mark.parametrize(
+    ("case", "param"),
+    [
+        ({"width": 60}, "width"),
+        ({"num_frames": 5}, "num_frames"),
+        ({"scheduler": "FlowMatchEulerDiscreteScheduler"}, "scheduler"),
+        ({"scheduler": "DPMSolverSDEScheduler"}, "scheduler"),
+        ({"clip_skip": TEXT_LAYERS + 1}, "clip_skip"),
+        ({"flow_shift": 2.0}, "flow_shift"),
+        ({"max_sequence_length": 40}, "max_sequence_length"),
+    ],
+)
+def test_what_the_model_does_not_take_is_refused(local: Local, case: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        local.enter(TINY | case)
+    assert caught.value.param == param
+
+
+def test_the_most_clip_skip_works_and_one_more_is_refused(local: Local) -> None:
+    most = local.pipeline.spec.most_clip_skip
+    local.pixels(TINY | {"clip_skip": most})
+    with pytest.raises(InvalidRequest, match=f"has {most} layers to leave out"):
+        local.enter(TINY | {"clip_skip": most + 1})
+
+
+def test_defaults_come_from_the_unet(local: Local) -> None:
+    index = type("Bare", (), {"defaults": {}})()
+    defaults = local.pipeline.make_spec(index, "m").defaults
+    assert (defaults["width"], defaults["height"], defaults["num_inference_steps"]) == (64, 64, 50)
+    xl = local.pipeline.spec.family == "stable-diffusion-xl"
+    assert defaults["guidance_scale"] == (5.0 if xl else 7.5)
+
+
+def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local, folder: Path) -> None:
+    half = Local.load(folder, "bfloat16")
+    case = TINY | {"num_inference_steps": 2, "guidance_scale": 1.0}
+    noise = [each.at_step(case, 0).latents for each in (local, half)]
+    assert noise[0] is not None
+    assert noise[1] is not None
+    assert torch.equal(noise[0], noise[1])
+    pixels = [torch.from_numpy(each.pixels(case)[0]).float() for each in (local, half)]
+    other = torch.from_numpy(local.pixels(case | {"seed": 999})[0]).float()
+    assert (pixels[0] - pixels[1]).abs().mean() < 0.3 * (pixels[0] - other).abs().mean()
+
+
+def test_a_schedule_that_diffusers_cannot_make_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    path = copy / "scheduler" / "scheduler_config.json"
+    path.write_text(path.read_text().replace('"skip_prk_steps": true', '"skip_prk_steps": false'))
+    local = Local.load(copy)
+    case = TINY | {"scheduler": "pndm", "num_inference_steps": 3}
+    req = local.enter(case)
+    local.unit([req])
+    failed = local.executor.run(local.pipeline.stages[req.stage], [req])[0]
+    assert isinstance(failed, StageError)
+    assert isinstance(failed.error, InvalidRequest)
+    assert failed.error.param == "num_inference_steps"
+    assert "num_inference_steps 3: PNDMScheduler has no such schedule" in failed.error.message
+    local.pixels(case | {"num_inference_steps": 4})
+
+
+# The safety checker.
+
+
+@pytest.fixture(scope="module")
+def checked_folder(model_folder: Path) -> Path:
+    return make_tiny_sd_checked(model_folder / "tiny-sd-checked")
+
+
+def test_flagged_pictures_are_black_as_diffusers_has_them(oracle: Oracle, checked_folder: Path) -> None:
+    checked, free = Local.load(checked_folder, safety_checker=True), Local.load(checked_folder)
+    case = TINY | {"n": 8}
+    reference = oracle.run(checked_folder, case)
+    black = [index for index, picture in enumerate(reference.pixels) if not picture.any()]
+    assert 0 < len(black) < 8
+
+    req = checked.enter(case)
+    pixels, latents = checked.finish(req)
+    check(reference, pixels, latents, {})
+    assert [text.partition(" was flagged by the safety checker and is black")[0] for text in req.warnings] == [
+        f"output {index} (seed {7 + index})" for index in black
+    ]
+    unchecked = free.pixels(case)[0]
+    assert free.pipeline.pipe.safety_checker is None
+    for index, picture in enumerate(unchecked):
+        assert picture.any()
+        same = level_difference(picture[None], pixels[index : index + 1]) <= MAX_LEVELS
+        assert same == (index not in black)
+
+
+def test_a_model_without_a_safety_checker_says_so(folder: Path) -> None:
+    with pytest.raises(ModelError, match="has no safety checker"):
+        Local.load(folder, safety_checker=True)
+
+
+def test_what_only_the_safety_checker_needs_may_be_missing(checked_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checked_folder, tmp_path / "model"))
+    shutil.rmtree(folder / "safety_checker")
+    shutil.rmtree(folder / "feature_extractor")
+    local = Local.load(folder)
+    assert level_difference(local.pixels(TINY)[0], Local.load(checked_folder).pixels(TINY)[0]) == 0
+    with pytest.raises(ModelError, match=r"no folder feature_extractor/; no folder safety_checker/"):
+        Local.load(folder, safety_checker=True)
+
+
+def test_a_unet_that_takes_guidance_as_an_input_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    config = UNet2DConditionModel.load_config(copy / "unet")
+    UNet2DConditionModel.from_config(config, time_cond_proj_dim=8).save_pretrained(copy / "unet")
+    with pytest.raises(ModelError, match="time_cond_proj_dim"):
+        Local.load(copy)
+
+
+@pytest.mark.slow
+def test_through_the_server(oracle: Oracle, checked_folder: Path) -> None:
+    with DiffGenerator.from_pretrained(
+        str(checked_folder), device="cpu", dtype="float32", threads=THREADS, safety_checker=True
+    ) as generator:
+        assert generator.model.family == "stable-diffusion"
+        cases = [
+            TINY | {"num_inference_steps": 8, "n": 4},
+            TINY | {"seed": 40, "num_inference_steps": 5, "guidance_scale": 1.0, **EULER_A},
+            TINY | {"seed": 50, "width": 96, "clip_skip": 1},
+        ]
+        handles = [generator.submit(**case) for case in cases]
+        results = [handle.result(60) for handle in handles]
+        for case, result, reference in zip(cases, results, oracle.run_all(checked_folder, cases), strict=True):
+            assert level_difference(result.pixels, reference.pixels) <= MAX_LEVELS
+            assert sum(not picture.any() for picture in reference.pixels) == len(result.warnings)
+            latents = generator.generate(**case, output_type="latent").latents
+            assert relative_difference(latents, reference.latents) <= MAX_RELATIVE
+            moved = generator.generate(**case | {"seed": 1}, output_type="latent").latents
+            assert relative_difference(moved, reference.latents) > 0.1
+        assert results[0].pixels.shape == (4, 1, 64, 64, 3)
+        assert max(int(picture.max()) for picture in results[0].pixels) >= MIN_MOVE
