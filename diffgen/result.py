@@ -92,7 +92,8 @@ class GenerationResult:
 
     @property
     def latents(self) -> Any:
-        """The final latents of ``output_type="latent"``: a float32 tensor (n, channels, latent frames, h, w)."""
+        """The final latents of ``output_type="latent"``: a float32 tensor (n, channels, latent frames, h, w), or in
+        the form that the model's denoiser takes."""
         import torch
 
         if self.error is not None:
