@@ -10,10 +10,11 @@ import pytest
 import torch
 from oracle import THREADS, Oracle, level_difference, relative_difference
 from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, check, check_shared_forwards, forwards
-from tiny_flux import CHANNELS, make_tiny_flux, make_tiny_flux_schnell
+from tiny_flux import CHANNELS, make_tiny_flux, make_tiny_flux_schnell, make_tiny_flux_unipc
 
 from diffgen import DiffGenerator
 from diffgen.errors import InvalidRequest
+from diffgen.loading.index import ModelIndex
 from diffgen.request import Update
 from diffgen.worker.worker import fingerprint
 
@@ -118,6 +119,16 @@ def local(folder: Path) -> Local:
 
 
 @pytest.fixture(scope="module")
+def unipc_folder(model_folder: Path) -> Path:
+    return make_tiny_flux_unipc(model_folder / "tiny-flux-unipc")
+
+
+@pytest.fixture(scope="module")
+def unipc(unipc_folder: Path) -> Local:
+    return Local.load(unipc_folder)
+
+
+@pytest.fixture(scope="module")
 def schnell(schnell_folder: Path) -> Local:
     return Local.load(schnell_folder)
 
@@ -138,6 +149,16 @@ def test_without_embedded_guidance_equals_diffusers(
     pixels, latents = schnell.pixels(case)
     controls = {name: schnell.pixels(control)[0] for name, control in _controls(case, guidance=False).items()}
     check(oracle.run(schnell_folder, case), pixels, latents, controls)
+
+
+@pytest.mark.parametrize("case", _params({"5-steps": {"num_inference_steps": 5}, "wide": {"width": 128, **CFG}}))
+def test_another_scheduler_of_the_folder_equals_diffusers(
+    oracle: Oracle, unipc: Local, unipc_folder: Path, case: dict[str, Any]
+) -> None:
+    case = TINY | case
+    pixels, latents = unipc.pixels(case)
+    controls = {name: unipc.pixels(control)[0] for name, control in _controls(case).items()}
+    check(oracle.run(unipc_folder, case), pixels, latents, controls)
 
 
 @pytest.mark.parametrize("mix", _params(MIXES))
@@ -232,19 +253,12 @@ def test_what_the_model_does_not_take_is_refused(local: Local, case: dict[str, A
     assert caught.value.param == param
 
 
-def test_defaults_follow_the_kind_of_model(local: Local, schnell: Local) -> None:
-    make = {name: each.pipeline.make_spec for name, each in (("dev", local), ("schnell", schnell))}
-    index = _Bare()
-    dev, fast = (make[name](index, "m").defaults for name in ("dev", "schnell"))
+def test_defaults_follow_the_kind_of_model(local: Local, schnell: Local, tmp_path: Path) -> None:
+    index = ModelIndex(tmp_path, "FluxPipeline", {})  # without defaults of its own
+    dev, fast = (each.pipeline.make_spec(index, "m").defaults for each in (local, schnell))
     assert (dev["num_inference_steps"], dev["guidance_scale"], dev["max_sequence_length"]) == (28, 3.5, 512)
     assert (fast["num_inference_steps"], fast["max_sequence_length"]) == (4, 256)
     assert "guidance_scale" not in fast
-
-
-class _Bare:
-    """A model's folder without defaults of its own."""
-
-    defaults: Mapping[str, Any] = {}
 
 
 def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local, folder: Path) -> None:

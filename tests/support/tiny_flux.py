@@ -23,12 +23,21 @@ def make_tiny_flux(folder: Path, *, seed: int = 10, heads: int = 4, layers: int 
     return _make(folder, seed, heads, layers, guidance_embeds=True)
 
 
+def make_tiny_flux_unipc(folder: Path, *, seed: int = 12, heads: int = 4, layers: int = 1) -> Path:
+    """Like FLUX.1-dev with a multistep scheduler that has sigmas of its own, in place of evenly spaced ones."""
+    from diffusers import UniPCMultistepScheduler
+
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    scheduler = UniPCMultistepScheduler(**flow, use_dynamic_shifting=True, time_shift_type="exponential")
+    return _make(folder, seed, heads, layers, guidance_embeds=True, scheduler=scheduler)
+
+
 def make_tiny_flux_schnell(folder: Path, *, seed: int = 11, heads: int = 4, layers: int = 1) -> Path:
     """Like FLUX.1-schnell: no embedded guidance, no dynamic shift."""
     return _make(folder, seed, heads, layers, guidance_embeds=False)
 
 
-def _make(folder: Path, seed: int, heads: int, layers: int, *, guidance_embeds: bool) -> Path:
+def _make(folder: Path, seed: int, heads: int, layers: int, *, guidance_embeds: bool, scheduler: Any = None) -> Path:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     with tiny_models._seeded(seed):
@@ -37,7 +46,7 @@ def _make(folder: Path, seed: int, heads: int, layers: int, *, guidance_embeds: 
     # A short base length, so that the small pictures of tests differ in their shift.
     dynamic = {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64, "shift": 3.0}
     pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**(dynamic if guidance_embeds else {"shift": 1.0})),
+        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(**(dynamic if guidance_embeds else {"shift": 1.0})),
         vae=vae,
         text_encoder=clip,
         tokenizer=_clip_tokenizer(),
