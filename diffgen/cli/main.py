@@ -17,7 +17,9 @@ from typing import Any
 
 import diffgen
 from diffgen.args import ModelArgs, RunArgs
+from diffgen.cli.completion import SHELLS
 from diffgen.cli.flags import add_flags
+from diffgen.cli.options import CallOptions, ConnectOptions
 from diffgen.errors import DiffgenError, InvalidRequest
 from diffgen.media.save import SaveOptions
 from diffgen.params import SamplingParams
@@ -33,26 +35,34 @@ def build_parser() -> argparse.ArgumentParser:
         description="Generate and save images or a clip. Prints the path of each file.",
         allow_abbrev=False,
     )
-    add_flags(generate, SamplingParams)
-    add_flags(generate, SaveOptions)
-    output = generate.add_argument_group("Output")
-    output.add_argument("--json", action="store_true", help="print one JSON object an output in place of its path")
-    output.add_argument("--quiet", action="store_true", help="show no progress and no warnings")
-    output.add_argument("--timeout", type=float, metavar="X", help="seconds after which the request is cancelled")
-    add_flags(generate, ModelArgs)
-    add_flags(generate, RunArgs)
-    serving = generate.add_argument_group("Limits")
+    generate.add_argument(
+        "--config", metavar="FILE", help="flags by their names in YAML or JSON; those of the command line count more"
+    )
+    for struct in (SamplingParams, SaveOptions, CallOptions):
+        add_flags(generate, struct)
+    add_server_flags(generate)
+    commands.add_parser("env", help="print versions and devices, for bug reports")
+    completion = commands.add_parser("completion", help="print a script that completes commands and flags in a shell")
+    completion.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """How to serve, or which server to use."""
+    for struct in (ConnectOptions, ModelArgs, RunArgs):
+        add_flags(parser, struct)
+    serving = parser.add_argument_group("Limits")
     serving.add_argument(
         "--limit", action="append", default=[], metavar="NAME=VALUE", help="refuse more than this; repeatable"
     )
-    commands.add_parser("env", help="print versions and devices, for bug reports")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _on_sigterm)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller's, who may ignore it
+        signal.signal(signal.SIGINT, _on_sigint)
     try:
         return _run(arguments)
     except InvalidRequest as error:
@@ -73,10 +83,21 @@ def _run(arguments: argparse.Namespace) -> int:
     command: Any
     if arguments.command == "env":
         from diffgen.cli import env as command
+    elif arguments.command == "completion":
+        from diffgen.cli.completion import print_script
+
+        return print_script(build_parser(), arguments.shell)
     else:
         from diffgen.cli import generate as command
     code: int = command.run(arguments)
     return code
+
+
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    # The first cancels and cleans up, which takes as long as the unit in work; the second does not wait for it. The
+    # ranks see that this process is gone and end themselves.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    raise KeyboardInterrupt
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -155,6 +155,8 @@ def open_pipeline(folder: Path, model: ModelArgs, device: Any) -> Any:
     found = Path(pipelines.__file__ or "").resolve()
     if found != ours:
         raise StartFailed(f"Python finds another package 'pipelines' at {found.parent}; take it off PYTHONPATH")
+    # It says at import that some processors want torchvision, which nothing here uses.
+    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     from pipelines.registry import load_pipeline
 
     return load_pipeline(folder, model, device)

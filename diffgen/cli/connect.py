@@ -1,0 +1,26 @@
+"""The generator that a command uses: one of its own, or a running server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diffgen.api import DiffGenerator
+from diffgen.cli.settings import Settings
+from diffgen.errors import InvalidRequest
+
+
+def open_generator(settings: Settings) -> DiffGenerator:
+    """Start the model, or connect to the server that was named."""
+    address, token_file = settings.connect.connect, settings.connect.token_file
+    if address is not None:
+        return DiffGenerator.connect(address, token=None if token_file is None else read_token(token_file))
+    return DiffGenerator.from_pretrained(limits=settings.limits, **settings.server)
+
+
+def read_token(path: str) -> str:
+    """The token that a file holds, without the newline at its end. Raises :class:`InvalidRequest`."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip("\r\n")
+    except (OSError, ValueError) as error:  # a ValueError where it is no UTF-8, or the path holds a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequest(f"cannot read token_file {path!r}: {reason}", param="token_file") from None
