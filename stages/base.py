@@ -14,6 +14,7 @@ class PipelineStage(abc.ABC):
     """A part of a pipeline, cut into units. A stage keeps nothing between requests; its state is in the request."""
 
     name: ClassVar[str]
+    prepares: ClassVar[bool] = False
 
     def units(self, req: Req) -> int:
         """Units the request has in this stage; 0 skips it."""

@@ -26,6 +26,7 @@ class LatentPreparationStage(PipelineStage):
     """
 
     name: ClassVar[str] = "latents"
+    prepares: ClassVar[bool] = True
 
     def __init__(self, family: PreparesLatents) -> None:
         self.family = family

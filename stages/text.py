@@ -22,6 +22,7 @@ class TextEncodingStage(PipelineStage):
     """One unit: the prompt and, with guidance, the negative prompt of each request."""
 
     name: ClassVar[str] = "encode"
+    prepares: ClassVar[bool] = True
 
     def __init__(self, family: EncodesText) -> None:
         self.family = family

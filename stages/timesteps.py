@@ -24,6 +24,7 @@ class TimestepStage(PipelineStage):
     """One unit: the scheduler the request asks for, set to its number of steps."""
 
     name: ClassVar[str] = "timesteps"
+    prepares: ClassVar[bool] = True
 
     def __init__(self, family: MakesScheduler) -> None:
         self.family = family

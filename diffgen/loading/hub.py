@@ -9,6 +9,7 @@ from pathlib import Path
 
 from diffgen.args import ModelArgs
 from diffgen.errors import InvalidRequest, ModelError
+from diffgen.loading.index import SAFETY_CHECKER
 
 BUNDLED = Path(__file__).resolve().parents[1] / "shapes"
 
@@ -22,7 +23,9 @@ def resolve_model(model: ModelArgs, weights: bool = True) -> Path:
     if folder is not None:
         return folder
     assert model.model_path is not None
-    return _download(model.model_path, model.revision, wanted_files(model.variant, weights))
+    return _download(
+        model.model_path, model.revision, wanted_files(model.variant, weights), unwanted_files(model.safety_checker)
+    )
 
 
 def model_name(model: ModelArgs) -> str:
@@ -67,15 +70,22 @@ def wanted_files(variant: str | None, weights: bool = True) -> list[str]:
     return [*small, f"{name}.safetensors", f"{name}-?????-of-?????.safetensors"] if weights else small
 
 
-def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
+def unwanted_files(safety_checker: bool) -> list[str]:
+    """Patterns of what is not downloaded although :func:`wanted_files` has it: weights that will not be loaded."""
+    return [] if safety_checker else [f"{SAFETY_CHECKER}/*.safetensors"]
+
+
+def _download(repo: str, revision: str | None, patterns: list[str], but: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(
+            huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=but)
+        )
     except errors.GatedRepoError:
         reason = "it is gated: accept its terms on the Hub and set HF_TOKEN"
     except errors.RevisionNotFoundError:

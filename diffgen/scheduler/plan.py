@@ -39,6 +39,7 @@ class Position(msgspec.Struct, frozen=True):
     unit: int
     units: int
     key: Any
+    prepares: bool = False  # the stage only makes the request ready for the work that it may share
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -48,8 +48,8 @@ class Scheduler:
         limits: Limits,
         run: RunArgs,
         epoch: str,
-        deaths: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        deaths: Mapping[str, int] | None = None,
     ) -> None:
         self.model = model
         self.epoch = epoch
@@ -114,7 +114,8 @@ class Scheduler:
             return [(client, Failed(message.id, error.info()))]
         ahead = len(self._jobs)
         suspect = message.id in self._deaths
-        self._jobs[message.id] = Job(message.id, client, resolved, self._clock(), suspect=suspect)
+        now = self._clock()
+        self._jobs[message.id] = Job(message.id, client, resolved, now, served=now, suspect=suspect)
         return [(client, Accepted(message.id, ahead, resolved.params, resolved.warnings))]
 
     def _cancel(self, job: Job, reason: str) -> Answer:
@@ -137,9 +138,7 @@ class Scheduler:
         for job in admitted:
             job.started = self._clock()
             job.timings["queue"] = job.started - job.arrived
-        chosen = choose([*running, *admitted], self._run.max_batch_size)
-        for job in chosen:
-            job.last_tick = self._tick
+        chosen = choose([*running, *admitted], self._run.max_batch_size, self._clock())
         return Plan(
             tick=self._tick,
             drop=drop,
@@ -173,6 +172,8 @@ class Scheduler:
             else:
                 job.alone = False
                 job.position = outcome.position
+                job.done += 1
+                job.served = self._clock()
                 answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total)))
         return answers
 

@@ -48,10 +48,12 @@ class StageContext:
 class Stage(Protocol):
     """A part of a pipeline, cut into units; it keeps nothing between requests.
 
-    ``name`` is what users see in progress and timings.
+    ``name`` is what users see in progress and timings. A stage that ``prepares`` takes little and makes the request ready
+    for work that it may share with others, so it goes first.
     """
 
     name: str
+    prepares: bool
 
     def units(self, req: Req) -> int:
         """How many units the request has in this stage; 0 skips it. Asked when the request enters the stage."""

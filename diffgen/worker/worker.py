@@ -137,7 +137,7 @@ class GPUWorker:
             stage = self.pipeline.stages[req.stage]
             units = stage.units(req)
             if units > req.unit:
-                return Position(req.stage, stage.name, req.unit, units, stage.batch_key(req))
+                return Position(req.stage, stage.name, req.unit, units, stage.batch_key(req), stage.prepares)
             req.stage, req.unit = req.stage + 1, 0
         return None
 

@@ -20,6 +20,7 @@ from diffgen.worker.executor import ParallelExecutor
 class Runs:
     """A stage that does what it is given."""
 
+    prepares = False
     name = "stage"
 
     def __init__(self, run: Any) -> None:

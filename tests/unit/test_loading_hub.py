@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
-from diffgen.loading.hub import BUNDLED, resolve_model, wanted_files
+from diffgen.loading.hub import BUNDLED, resolve_model, unwanted_files, wanted_files
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -184,3 +184,11 @@ def test_one_copy_of_the_weights_is_downloaded(variant: str | None, weights: set
     assert {name for name in found if name.endswith(".safetensors")} == weights
     assert {"model_index.json", "README.md", "tokenizer/spiece.model", "text_encoder/config.json"} <= found
     assert not {name for name in found if name.endswith((".py", ".bin"))}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_weights_of_a_safety_checker_are_downloaded_only_if_asked_for(asked: bool) -> None:
+    files = ["safety_checker/config.json", "safety_checker/model.safetensors", "unet/model.safetensors"]
+    patterns = {"allow_patterns": wanted_files(None), "ignore_patterns": unwanted_files(asked)}
+    found = set(filter_repo_objects(files, **patterns))
+    assert found == set(files) - (set() if asked else {"safety_checker/model.safetensors"})

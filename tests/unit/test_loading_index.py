@@ -192,3 +192,25 @@ def test_defaults_that_are_no_parameters_are_refused(folder: Path, content: Any,
         _defaults(folder, content)
     assert "diffgen.json" in caught.value.message
     assert named in caught.value.message
+
+
+def test_a_safety_checker_may_be_missing_unless_it_is_asked_for(folder: Path) -> None:
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text())
+    assert read_index(folder, None).left_out == frozenset()
+    with pytest.raises(ModelError, match="has no safety checker"):
+        read_index(folder, None, safety_checker=True)
+
+    checker = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
+    extractor = {"feature_extractor": ["transformers", "CLIPImageProcessor"]}
+    path.write_text(json.dumps(index | checker | extractor))
+    assert read_index(folder, None).left_out == {"safety_checker", "feature_extractor"}
+    with pytest.raises(ModelError, match=r"no folder safety_checker/; no folder feature_extractor/"):
+        read_index(folder, None, safety_checker=True)
+
+    path.write_text(json.dumps(index | {"safety_checker": [None, None]} | extractor))
+    assert read_index(folder, None).left_out == {"safety_checker", "feature_extractor"}
+    # Without a safety checker in the index, others may need it.
+    path.write_text(json.dumps(index | extractor))
+    with pytest.raises(ModelError, match="no folder feature_extractor/"):
+        read_index(folder, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffgen.params import Resolved, SamplingParams
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Position
-from diffgen.scheduler.policy import choose
+from diffgen.scheduler.policy import PATIENCE_S, choose
 
 
 def job(
@@ -14,21 +14,27 @@ def job(
     outputs: int = 1,
     key: object = "k",
     stage: int = 1,
-    last: int = 0,
     arrived: float = 0,
+    served: float = 0,
+    steps: int = 8,
+    done: int = 0,
+    frames: int = 1,
     alone: bool = False,
 ) -> Job:
-    params = SamplingParams(prompt="a", num_outputs_per_prompt=outputs)
+    params = SamplingParams(
+        prompt="a", num_outputs_per_prompt=outputs, num_inference_steps=steps, width=64, height=64, num_frames=frames
+    )
     position = Position(stage, "denoise", 0, 4, key)
-    return Job(name, b"c", Resolved(params, ()), arrived, position=position, last_tick=last, alone=alone)
+    resolved = Resolved(params, ())
+    return Job(name, b"c", resolved, arrived, position=position, served=served, done=done, alone=alone)
 
 
-def ids(jobs: list[Job], cap: int = 4) -> list[str]:
-    return [chosen.id for chosen in choose(jobs, cap)]
+def ids(jobs: list[Job], cap: int = 4, now: float = 0) -> list[str]:
+    return [chosen.id for chosen in choose(jobs, cap, now)]
 
 
 def test_nothing_waits() -> None:
-    assert choose([], 4) == []
+    assert choose([], 4, 0) == []
 
 
 def test_equal_keys_share_a_unit_and_others_wait() -> None:
@@ -40,18 +46,28 @@ def test_none_shares_with_nobody() -> None:
     assert ids([job("a", key=None), job("b", key=None)]) == ["a"]
 
 
-def test_who_has_waited_longest_leads() -> None:
-    assert ids([job("a", last=3), job("b", key="other", last=2)])[0] == "b"
+def test_the_least_work_left_leads_and_equals_by_arrival() -> None:
+    assert ids([job("clip", frames=9), job("picture", key="other")])[0] == "picture"
+    assert ids([job("many", steps=50), job("few", steps=8, key="other")])[0] == "few"
+    assert ids([job("new"), job("half done", key="other", done=4)])[0] == "half done"
     assert ids([job("late", arrived=2), job("early", key="other", arrived=1)])[0] == "early"
 
 
+def test_a_long_one_gets_a_unit_in_time() -> None:
+    """A stream of new pictures passes a clip of 32 times their work for five times the patience, and no longer."""
+    clip = job("clip", frames=32)
+    for waited in (0, 1, 4.9 * PATIENCE_S):
+        assert ids([clip, job("picture", key="other", served=waited)], now=waited)[0] == "picture"
+    assert ids([clip, job("picture", key="other", served=5.1 * PATIENCE_S)], now=5.1 * PATIENCE_S)[0] == "clip"
+
+
 def test_a_batch_is_capped_by_outputs_not_by_requests() -> None:
-    assert ids([job("a", outputs=2), job("b", outputs=2), job("c")], cap=4) == ["a", "b"]
-    assert ids([job("a", outputs=3), job("b", outputs=2), job("c")], cap=4) == ["a", "c"]
+    assert ids([job("a"), job("b", outputs=2), job("c", outputs=2)], cap=4) == ["a", "b"]
+    assert ids([job("a"), job("b", outputs=2, steps=9), job("c", outputs=3)], cap=4) == ["a", "b"]
 
 
 def test_a_request_larger_than_the_cap_runs_by_itself() -> None:
-    assert ids([job("a", outputs=9), job("b")], cap=4) == ["a"]
+    assert ids([job("a", outputs=9, steps=1), job("b", steps=10)], cap=4) == ["a"]
 
 
 def test_one_that_failed_with_others_runs_alone() -> None:
@@ -62,7 +78,13 @@ def test_one_that_failed_with_others_runs_alone() -> None:
 def test_one_that_is_not_placed_yet_runs_alone() -> None:
     new = job("a")
     new.position = None
-    assert ids([new, job("b", last=1)]) == ["a"]
+    assert ids([new, job("b")]) == ["a"]
+
+
+def test_what_only_has_to_be_prepared_goes_first_to_share_the_next_steps() -> None:
+    clip = job("clip", frames=9)
+    clip.position = Position(0, "encode", 0, 1, None, prepares=True)
+    assert ids([job("picture"), clip]) == ["clip"]
 
 
 def test_a_unit_has_a_slot_in_the_vote_for_each() -> None:

@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 class Encode:
     """Takes the prompt's length for its meaning."""
 
+    prepares = False
     name = "encode"
 
     def units(self, req: Req) -> int:
@@ -61,6 +62,7 @@ class Noise(Encode):
 class Denoise:
     """Each step adds the text's mean. ``bad`` and ``nan`` prompts fail in their second step."""
 
+    prepares = False
     name = "denoise"
 
     def __init__(self) -> None:

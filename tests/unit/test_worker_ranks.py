@@ -25,6 +25,7 @@ rank = int(sys.argv[1])
 control = join(RankInfo(rank, 2), Path(sys.argv[2]), torch.device("cpu"))
 
 class Stage:
+    prepares = False
     name = "stage"
     def units(self, req): return 2
     def batch_key(self, req): return "all"
