@@ -1,4 +1,4 @@
-"""Buckets of scenes encoded once, and the batches of latents and captions that the denoiser learns from."""
+"""Buckets of scenes that are drawn and encoded once, for the denoiser to learn from."""
 
 from __future__ import annotations
 
@@ -127,44 +127,3 @@ def latent_statistics(vae: AutoencoderKLWan, seed: int) -> tuple[Tensor, Tensor]
         totals.append(torch.stack([flat.mean(1), flat.square().mean(1)]))
     mean, square = torch.stack(totals).mean(0)
     return mean, (square - mean.square()).sqrt()
-
-
-@dataclasses.dataclass(frozen=True)
-class CaptionSettings:
-    """How captions are spoilt in training, so that the model gets along with what users type."""
-
-    dropped: float = 0.10
-    partial: float = 0.06
-    unknown: float = 0.12
-
-
-def training_tokens(scene: scenes.Scene, rng: random.Random, settings: CaptionSettings) -> list[int]:
-    """Word ids of a caption of a scene: now and then empty, incomplete, or with words nobody knows."""
-    draw = rng.random()
-    if draw < settings.dropped:
-        return [scenes.END]
-    if draw < settings.dropped + settings.partial:
-        thing = scene.things[0]
-        said = rng.choice(
-            (
-                f"a {thing.color} {thing.shape}",
-                f"a {thing.shape} on a {scene.background} background",
-                f"{scene.background} background",
-            )
-        )
-        return scenes.tokenize(said)
-    ids = scenes.tokenize(scenes.caption(scene, rng))
-    if rng.random() < settings.unknown:
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            ids.insert(rng.randrange(len(ids)), scenes.UNKNOWN)
-    return ids
-
-
-def pad_tokens(captions: list[list[int]], width: int = 22) -> tuple[Tensor, Tensor]:
-    """Ids (batch, width) and lengths (batch,) of captions; every row ends with at least one pad.
-
-    The width is fixed because compiled code is made for one shape; no caption of the grammar is longer.
-    """
-    cut = [ids if len(ids) < width else [*ids[: width - 2], scenes.END] for ids in captions]
-    ids = torch.tensor([row + [scenes.PAD] * (width - len(row)) for row in cut])
-    return ids, torch.tensor([len(row) for row in cut])

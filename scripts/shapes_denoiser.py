@@ -1,4 +1,4 @@
-"""The denoiser stage of the shapes model: its text encoder and transformer, and how they are trained."""
+"""The denoiser stage of the shapes model: the transformer, and how it is trained on encoded scenes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import shapes_data as data
-import shapes_scene as scenes
+import shapes_text
 import shapes_vae
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import UMT5Config, UMT5EncoderModel
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": [1, 2, 2],
@@ -28,18 +27,6 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
     "num_layers": 6,
     "cross_attn_norm": True,
     "rope_max_seq_len": 256,
-}
-TEXT_CONFIG: dict[str, Any] = {
-    "vocab_size": len(scenes.VOCABULARY),
-    "d_model": 128,
-    "d_kv": 32,
-    "d_ff": 256,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-    "pad_token_id": scenes.PAD,
-    "eos_token_id": scenes.END,
 }
 TEXT_LENGTH = 32  # what the card recommends as max_sequence_length
 LONGEST_TEXT = 512  # what WanPipeline pads to unless told otherwise
@@ -80,30 +67,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x)
 
 
-class Denoiser(nn.Module):
-    """The text encoder and the transformer as one module."""
+def new_transformer(seed: int) -> WanTransformer3DModel:
+    """A fresh transformer; its velocity starts at zero, which keeps the first steps calm."""
+    torch.manual_seed(seed)
+    transformer = WanTransformer3DModel(**TRANSFORMER_CONFIG)
+    nn.init.zeros_(transformer.proj_out.weight)
+    nn.init.zeros_(transformer.proj_out.bias)
+    return transformer
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.text = UMT5EncoderModel(UMT5Config(**TEXT_CONFIG))
-        self.transformer = WanTransformer3DModel(**TRANSFORMER_CONFIG)
-        # A start from zero velocity keeps the first steps calm.
-        nn.init.zeros_(self.transformer.proj_out.weight)
-        nn.init.zeros_(self.transformer.proj_out.bias)
-        self.processor = TrainingAttention()
 
-    def forward(self, noisy: Tensor, sigmas: Tensor, ids: Tensor, lengths: Tensor, padded: Tensor) -> Tensor:
-        """Velocity of noisy latents (batch, 16, frames, rows, columns).
+def padding_bias(lengths: Tensor, width: int, padded: Tensor) -> Tensor:
+    """Attention bias (batch, 1, 1, width) by which the first pad of a row stands for all pads up to `padded` (batch,).
 
-        `ids` (batch, words) hold captions of `lengths` (batch,), to be seen as padded to `padded` (batch,) words.
-        """
-        mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        text = self.text(ids, mask.long()).last_hidden_state * mask[..., None]
-        bias = torch.zeros(ids.shape).masked_fill(~mask, -torch.inf)
-        bias.scatter_(1, lengths[:, None], (padded - lengths).clamp(min=1).float().log()[:, None])
-        self.processor.bias = bias[:, None, None, :]
-        return self.transformer(noisy, sigmas * 1000, text, return_dict=False)[0]
+    All pads look alike to attention, so one of them weighs as much as n if its score is raised by log n.
+    """
+    bias = torch.zeros(len(lengths), width).masked_fill(torch.arange(width) >= lengths[:, None], -torch.inf)
+    bias.scatter_(1, lengths[:, None], (padded - lengths).clamp(min=1).float().log()[:, None])
+    return bias[:, None, None, :]
 
 
 @dataclasses.dataclass
@@ -123,12 +103,12 @@ class DenoiserTask:
     seed: int = 2
     workers: int = 2
     compile: bool = True
-    captions: data.CaptionSettings = dataclasses.field(default_factory=data.CaptionSettings)
+    captions: shapes_text.CaptionSettings = dataclasses.field(default_factory=shapes_text.CaptionSettings)
     name: str = "denoiser"
 
-    def build(self) -> Denoiser:
-        """A fresh denoiser."""
-        return Denoiser(self.seed)
+    def build(self) -> WanTransformer3DModel:
+        """A fresh transformer."""
+        return new_transformer(self.seed)
 
     def rate(self, step: int) -> float:
         """A warm-up, a plateau, and a straight way down to zero."""
@@ -138,11 +118,13 @@ class DenoiserTask:
 
     def prepare(self, model: nn.Module, worker: int) -> None:
         """Set up the training attention, and read what the latents are normalised by."""
-        model.transformer.set_attn_processor(model.processor)
+        self.processor = TrainingAttention()
+        model.set_attn_processor(self.processor)
         if self.compile:
-            for block in model.transformer.blocks:
+            for block in model.blocks:
                 block.compile(dynamic=False)
         self.vae = shapes_vae.load_vae(self.folder)
+        self.text = shapes_text.load_text(self.folder)
         mean, std = load_statistics(self.folder)
         self.mean, self.std = (value.view(1, -1, 1, 1, 1) for value in (mean, std))
         self.latents: dict[str, Tensor] = {}
@@ -153,8 +135,8 @@ class DenoiserTask:
         name = random.Random(f"bucket-{self.seed}-{step}").choices(list(shares), list(shares.values()))[0]
         return data.BUCKETS[name]
 
-    def batch(self, step: int, worker: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Clean latents, noise, sigmas, word ids, lengths and padded lengths of a worker at a step."""
+    def batch(self, step: int, worker: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A worker's clean latents, noise, sigmas, text embeddings and bias against padding at a step."""
         bucket = self.bucket(step)
         if bucket.name not in self.latents:
             self.latents[bucket.name] = data.load_bucket(self.vae, self.folder, bucket, self.seed, worker, self.workers)
@@ -163,22 +145,25 @@ class DenoiserTask:
         generator = torch.Generator().manual_seed(rng.getrandbits(60))
         picks = [rng.randrange(len(latents)) for _ in range(bucket.batch)]
         first = bucket.count * worker // self.workers
-        said = [data.bucket_scene(bucket, first + pick, self.seed)[0] for pick in picks]
-        ids, lengths = data.pad_tokens([data.training_tokens(scene, rng, self.captions) for scene in said])
+        shown = [data.bucket_scene(bucket, first + pick, self.seed)[0] for pick in picks]
+        captions = [shapes_text.training_caption(scene, rng, self.captions)[0] for scene in shown]
+        ids, lengths = shapes_text.pad_tokens(captions)
+        # Half the captions are padded as the card recommends, the others to any length up to the pipeline's default.
+        padded = [TEXT_LENGTH if rng.random() < 0.5 else round(LONGEST_TEXT ** rng.uniform(0.5, 1)) for _ in picks]
         clean = (latents[picks].float() - self.mean) / self.std
         noise = torch.randn(clean.shape, generator=generator)
         even = torch.randn(bucket.batch, generator=generator).sigmoid()
         sigmas = self.shift * even / (1 + (self.shift - 1) * even)
-        # Half the captions are padded as the card recommends, the others to any length up to the pipeline's default.
-        padded = [TEXT_LENGTH if rng.random() < 0.5 else round(LONGEST_TEXT ** rng.uniform(0.5, 1)) for _ in picks]
-        return clean, noise, sigmas, ids, lengths, torch.tensor(padded)
+        text = shapes_text.embed(self.text, ids, lengths)
+        return clean, noise, sigmas, text, padding_bias(lengths, ids.shape[1], torch.tensor(padded))
 
     def loss(self, model: nn.Module, step: int, worker: int) -> tuple[Tensor, float]:
         """The squared error of the velocity."""
-        clean, noise, sigmas, *text = self.batch(step, worker)
+        clean, noise, sigmas, text, self.processor.bias = self.batch(step, worker)
         noisy = clean + sigmas.view(-1, 1, 1, 1, 1) * (noise - clean)
         with torch.compiler.set_stance("default" if self.bucket(step).compiled else "force_eager"):
-            loss = (model(noisy, sigmas, *text) - (noise - clean)).square().mean()
+            velocity = model(noisy, sigmas * 1000, text, return_dict=False)[0]
+        loss = (velocity - (noise - clean)).square().mean()
         return loss, loss.item()
 
 

@@ -10,6 +10,7 @@ import shapes_data as data
 import shapes_denoiser
 import shapes_parallel
 import shapes_scene as scenes
+import shapes_text
 import shapes_vae
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
@@ -66,9 +67,10 @@ background were never shown in training, neither to the autoencoder nor to the d
 1. The autoencoder (`AutoencoderKLWan`, {vae_millions:.1f} M parameters): squared error, a little absolute error, a
    little weight on the latents' size, slight noise on the latents; stills and clips at 64 px, then 128 px; unclamped.
 2. Scenes of several sizes and lengths are encoded once: {buckets}.
-3. The text encoder (`UMT5EncoderModel`, {text_millions:.1f} M) and the transformer (`WanTransformer3DModel`,
-   {transformer_millions:.1f} M) learn together by flow matching with logit-normal times, mostly at 64 px, then at all
-   sizes; the exported weights are a moving average.
+3. The text encoder (`UMT5EncoderModel`, {text_millions:.1f} M) learns to tell, from each word's embedding, every aspect
+   of the scene that a caption describes: background, colours, shapes, sizes, relation, motion. It is frozen then.
+4. The transformer (`WanTransformer3DModel`, {transformer_millions:.1f} M) learns by flow matching with logit-normal
+   times, mostly at 64 px, then at all sizes; the exported weights are a moving average.
 
 To make the weights again: `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`; it goes on from its
 checkpoints when it was stopped.
@@ -76,6 +78,7 @@ checkpoints when it was stopped.
 | stage | settings |
 |---|---|
 | autoencoder | {vae_settings} |
+| text encoder | {text_settings} |
 | denoiser | {denoiser_settings} |
 | shares of the steps at first | {first_shares} |
 | shares of the steps later | {later_shares} |
@@ -123,7 +126,7 @@ def _held_out() -> str:
     return "\n".join(lines)
 
 
-def write_card(path: Path, counts: dict[str, int], vae_task: Any, denoiser_task: Any) -> None:
+def write_card(path: Path, counts: dict[str, int], vae_task: Any, text_task: Any, denoiser_task: Any) -> None:
     """Write the card of a model whose parts have these parameter counts."""
     shares = [", ".join(f"{k} {v:.0%}" for k, v in s.items()) for s in (data.MOSTLY_SMALL, data.ALL_SIZES)]
     text = CARD.format(
@@ -136,6 +139,7 @@ def write_card(path: Path, counts: dict[str, int], vae_task: Any, denoiser_task:
         combinations=len(scenes.all_combinations()),
         buckets=", ".join(f"{b.count} of {b.size} px and {b.frames} frames" for b in data.BUCKETS.values()),
         vae_settings=_settings(vae_task),
+        text_settings=_settings(text_task),
         denoiser_settings=_settings(denoiser_task),
         first_shares=shares[0],
         later_shares=shares[1],
@@ -144,13 +148,13 @@ def write_card(path: Path, counts: dict[str, int], vae_task: Any, denoiser_task:
     path.write_text(text, encoding="utf-8")
 
 
-def export(folder: Path, target: Path, vae_task: Any, denoiser_task: Any) -> None:
+def export(folder: Path, target: Path, vae_task: Any, text_task: Any, denoiser_task: Any) -> None:
     """Write the averaged weights of a training folder as a pipeline."""
     vae = shapes_vae.load_vae(folder)
     mean, std = shapes_denoiser.load_statistics(folder)
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
-    model = shapes_parallel.load_average(shapes_denoiser.Denoiser(0), folder, "denoiser")
-    parts = {"vae": vae, "text_encoder": model.text, "transformer": model.transformer}
+    transformer = shapes_parallel.load_average(shapes_denoiser.new_transformer(0), folder, "denoiser")
+    parts = {"vae": vae, "text_encoder": shapes_text.load_text(folder), "transformer": transformer}
     pipeline = WanPipeline(
         tokenizer=make_tokenizer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=denoiser_task.shift),
@@ -158,4 +162,4 @@ def export(folder: Path, target: Path, vae_task: Any, denoiser_task: Any) -> Non
     )
     pipeline.save_pretrained(target, safe_serialization=True)
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-    write_card(target / "README.md", counts, vae_task, denoiser_task)
+    write_card(target / "README.md", counts, vae_task, text_task, denoiser_task)

@@ -242,7 +242,7 @@ def tokenize(caption: str) -> list[int]:
     return [*(VOCABULARY.get(word, UNKNOWN) for word in re.findall(r"\w+|[^\w\s]+", caption.lower())), END]
 
 
-def _phrase(thing: Thing, rng: random.Random | None, article: bool) -> str:
+def phrase(thing: Thing, rng: random.Random | None, article: bool) -> str:
     """A thing in words, such as "a small red circle"."""
     size = rng.choice(_SIZE_WORDS[thing.size]) if rng else _SIZE_WORDS[thing.size][0]
     words = [word for word in (size, thing.color, thing.shape) if word]
@@ -254,7 +254,7 @@ def _phrase(thing: Thing, rng: random.Random | None, article: bool) -> str:
 def caption(scene: Scene, rng: random.Random | None = None) -> str:
     """Say a scene in words: plainly without `rng`, with changing order, articles and joints with one."""
     article = rng is None or rng.random() < 0.7
-    things = [_phrase(thing, rng, article) for thing in scene.things]
+    things = [phrase(thing, rng, article) for thing in scene.things]
     motion = f" moving {scene.motion}" if scene.motion else ""
     relation = scene.relation or ""
     if rng and relation in ("left of", "right of") and rng.random() < 0.15:
