@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from diffgen.api import DiffGenerator
-from diffgen.cli.settings import Settings
+from diffgen.cli.settings import ServerSettings
 from diffgen.errors import InvalidRequest
 
 
-def open_generator(settings: Settings) -> DiffGenerator:
+def open_generator(server: ServerSettings) -> DiffGenerator:
     """Start the model, or connect to the server that was named."""
-    address, token_file = settings.connect.connect, settings.connect.token_file
+    address, token_file = server.connect.connect, server.connect.token_file
     if address is not None:
         return DiffGenerator.connect(address, token=None if token_file is None else read_token(token_file))
-    return DiffGenerator.from_pretrained(limits=settings.limits, **settings.server)
+    return DiffGenerator.from_pretrained(limits=server.limits, **server.options)
 
 
 def read_token(path: str) -> str:

@@ -18,8 +18,8 @@ from diffgen.params import Limits, ModelSpec, parse_params, resolve
 
 def run(settings: Settings, prompts: Sequence[str | None]) -> int:
     """Print a JSON object a prompt. Raises what the request would be refused with before it is queued."""
-    if settings.connect.connect is not None:
-        with open_generator(settings) as generator:
+    if settings.server.connect.connect is not None:
+        with open_generator(settings.server) as generator:
             spec, pipeline = generator.model, None
     else:
         pipeline = _open_empty(settings)
@@ -31,9 +31,9 @@ def run(settings: Settings, prompts: Sequence[str | None]) -> int:
 
 def _open_empty(settings: Settings) -> Any:
     """The pipeline without weights. Of a Hub id, the configuration is downloaded where the cache lacks it."""
-    model = build(ModelArgs, pick(ModelArgs, settings.server))
-    run = build(RunArgs, pick(RunArgs, settings.server))
-    check_args(ServerArgs(model=model, run=run, limits=settings.limits))
+    model = build(ModelArgs, pick(ModelArgs, settings.server.options))
+    run = build(RunArgs, pick(RunArgs, settings.server.options))
+    check_args(ServerArgs(model=model, run=run, limits=settings.server.limits))
     import torch
 
     from diffgen.loading.device import default_dtype
@@ -55,7 +55,7 @@ def _describe(settings: Settings, prompt: str | None, spec: ModelSpec, pipeline:
     params = parse_params({**settings.sampling, "prompt": prompt})
     check_save(settings.save, params, spec)
     # A server applies its own limits, which a client does not know.
-    limits = settings.limits if pipeline is not None else Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
+    limits = settings.server.limits if pipeline is not None else Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
     resolved = resolve(params, spec, limits)
     values = {name: value for name, value in msgspec.structs.asdict(resolved.params).items() if value is not None}
     if params.seed is None:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_save(settings.save, first)
     if settings.call.dry_run:
         return dry_run.run(settings, prompts)
-    with open_generator(settings) as generator, ProgressBar(settings.call.quiet) as bar:
+    with open_generator(settings.server) as generator, ProgressBar(settings.call.quiet) as bar:
         check_save(settings.save, first, generator.model)
         source = settings.source
         if source is not None and source.model != generator.model.name and not settings.call.quiet:
@@ -84,7 +84,7 @@ class _Run:
 
     def _sent(self, prompts: Sequence[str | None]) -> Iterator[tuple[str | None, GenerationHandle | DiffgenError]]:
         """Each prompt with its handle, or with why it was not sent."""
-        window = min(_WINDOW, self._settings.limits.queue)
+        window = min(_WINDOW, self._settings.server.limits.queue)
         waiting: collections.deque[tuple[str | None, GenerationHandle | DiffgenError]] = collections.deque()
         for prompt in prompts:
             if len(waiting) >= window:

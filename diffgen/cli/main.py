@@ -19,7 +19,7 @@ import diffgen
 from diffgen.args import ModelArgs, RunArgs
 from diffgen.cli.completion import SHELLS
 from diffgen.cli.flags import add_flags
-from diffgen.cli.options import CallOptions, ConnectOptions
+from diffgen.cli.options import BulkOptions, CallOptions, ConnectOptions
 from diffgen.errors import DiffgenError, InvalidRequest
 from diffgen.media.save import SaveOptions
 from diffgen.params import SamplingParams
@@ -41,6 +41,21 @@ def build_parser() -> argparse.ArgumentParser:
     for struct in (SamplingParams, SaveOptions, CallOptions):
         add_flags(generate, struct)
     add_server_flags(generate)
+    bulk = commands.add_parser(
+        "bulk",
+        help="run a file of requests, resumable",
+        description="Run every request of a file that the manifest does not hold yet. Prints a JSON line an end.",
+        allow_abbrev=False,
+    )
+    add_flags(bulk, BulkOptions)
+    bulk.add_argument("requests", metavar="FILE", help="a JSON object of parameters a line; - reads stdin")
+    add_server_flags(bulk)
+    status = commands.add_parser("status", help="list what a running server has in work", allow_abbrev=False)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    cancel = commands.add_parser("cancel", help="cancel a request of a running server", allow_abbrev=False)
+    cancel.add_argument("id", metavar="ID", help="the request's id; diffgen status lists them")
+    for parser_of_server in (status, cancel):
+        add_flags(parser_of_server, ConnectOptions)
     commands.add_parser("env", help="print versions and devices, for bug reports")
     completion = commands.add_parser("completion", help="print a script that completes commands and flags in a shell")
     completion.add_argument("shell", choices=SHELLS)
@@ -87,6 +102,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from diffgen.cli.completion import print_script
 
         return print_script(build_parser(), arguments.shell)
+    elif arguments.command == "bulk":
+        from diffgen.cli import bulk as command
+    elif arguments.command in ("status", "cancel"):
+        from diffgen.cli import server as command
     else:
         from diffgen.cli import generate as command
     code: int = command.run(arguments)

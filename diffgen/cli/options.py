@@ -27,6 +27,14 @@ class CallOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
 
 
+class BulkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Results."""
+
+    output_path: Annotated[str, Meta(description="folder for results and manifest")] = "outputs"
+    retry_failed: Annotated[bool, Meta(description="run again what a former run saw fail")] = False
+    quiet: Annotated[bool, Meta(description="show no progress")] = False
+
+
 class ConnectOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A running server, instead of one of this command's own."""
 

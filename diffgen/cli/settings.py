@@ -20,16 +20,19 @@ from diffgen.media.metadata import Metadata, read, read_params
 from diffgen.media.save import SaveOptions
 from diffgen.params import Limits, SamplingParams, parse_size
 
-STRUCTS: tuple[type[msgspec.Struct], ...] = (
-    SamplingParams,
-    SaveOptions,
-    CallOptions,
-    ConnectOptions,
-    ModelArgs,
-    RunArgs,
-)
+_SERVER: tuple[type[msgspec.Struct], ...] = (ConnectOptions, ModelArgs, RunArgs)
+STRUCTS: tuple[type[msgspec.Struct], ...] = (SamplingParams, SaveOptions, CallOptions, *_SERVER)
 # Parameters that stand for each other: one that is given hides those of a source that counts less.
 _TOGETHER = ({"size", "width", "height"}, {"num_frames", "seconds"}, {"prompt", "prompt_path"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """A server to use, or how to start one: ``options`` are those of :meth:`DiffGenerator.from_pretrained`."""
+
+    connect: ConnectOptions
+    options: dict[str, Any]
+    limits: Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +43,7 @@ class Settings:
     prompts: list[str] | None
     save: SaveOptions
     call: CallOptions
-    connect: ConnectOptions
-    server: dict[str, Any]
-    limits: Limits
+    server: ServerSettings
     source: Metadata | None
 
 
@@ -66,19 +67,27 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     if call.prompt_path is not None and values.get("prompt") is not None:
         both = "prompt and prompt_path are both given"
         raise InvalidRequest(f"{both}; give one of them", code="invalid_prompt_path", param="prompt_path")
-    connect = build(ConnectOptions, pick(ConnectOptions, values))
-    server = {**pick(ModelArgs, values), **pick(RunArgs, values)}
-    _check_connect(connect, [*server, *(["limit"] if "limit" in values else [])])
     return Settings(
         sampling=pick(SamplingParams, values),
         prompts=None if call.prompt_path is None else read_prompts(Path(call.prompt_path)),
         save=build(SaveOptions, pick(SaveOptions, values)),
         call=call,
-        connect=connect,
-        server=server,
-        limits=parse_limits(_limit_items(values.get("limit", []))),
+        server=_server(values),
         source=source,
     )
+
+
+def read_server(arguments: argparse.Namespace) -> ServerSettings:
+    """The server part alone, for commands without a configuration file. Raises :class:`InvalidRequest`."""
+    values = {name: value for struct in _SERVER for name, value in given(arguments, struct).items()}
+    return _server({**values, "limit": arguments.limit} if getattr(arguments, "limit", None) else values)
+
+
+def _server(values: Mapping[str, Any]) -> ServerSettings:
+    connect = build(ConnectOptions, pick(ConnectOptions, values))
+    options = {**pick(ModelArgs, values), **pick(RunArgs, values)}
+    _check_connect(connect, [*options, *(["limit"] if "limit" in values else [])])
+    return ServerSettings(connect, options, parse_limits(_limit_items(values.get("limit", []))))
 
 
 def pick(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, Any]:
