@@ -273,8 +273,9 @@ def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local, folder:
 
 
 @pytest.mark.slow
-def test_through_the_server(oracle: Oracle, folder: Path) -> None:
-    with DiffGenerator.from_pretrained(str(folder), device="cpu", dtype="float32", threads=THREADS) as generator:
+def test_through_a_server_of_two_ranks(oracle: Oracle, folder: Path) -> None:
+    options: dict[str, Any] = {"num_gpus": 2, "device": "cpu", "dtype": "float32", "threads": THREADS}
+    with DiffGenerator.from_pretrained(str(folder), **options) as generator:
         assert generator.model.family == "flux"
         cases = [
             TINY | {"num_inference_steps": 8},
