@@ -32,7 +32,7 @@ TINY = {
     "num_inference_steps": 4,
     "guidance_scale": 4.0,
 }
-# Theirs, of schedulers that mix tensors and numpy.
+# diffusers' own, of schedulers that mix tensors and numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
 
 LONG = "a red circle on a blue background and a dog " * 2

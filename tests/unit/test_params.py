@@ -525,3 +525,14 @@ def test_whatever_is_given_is_parsed_or_refused_with_a_name(values: dict[str, An
         assert refusal.message
     else:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(("skip", "ok"), [(None, True), (0, True), (2, True), (3, False)])
+def test_no_more_layers_are_left_out_than_there_are(model: ModelSpec, skip: int | None, ok: bool) -> None:
+    model = msgspec.structs.replace(model, takes=("clip_skip", "max_sequence_length"), most_clip_skip=2)
+    params = SamplingParams(prompt="", clip_skip=skip)
+    if ok:
+        assert resolve(params, model, Limits()).params.clip_skip == skip
+        return
+    with pytest.raises(InvalidRequest, match="clip_skip is 3; this text encoder has 2 layers to leave out"):
+        resolve(params, model, Limits())
