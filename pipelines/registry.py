@@ -12,9 +12,11 @@ from diffgen.errors import ModelError
 from diffgen.fields import nearest_name
 from diffgen.loading.index import read_index
 from pipelines.base import ComposedPipelineBase
+from pipelines.signature import find_pipeline
 
 # name -> module:Class, imported when used.
 FAMILIES = {
+    "fallback": "pipelines.fallback:FallbackPipeline",
     "flux": "pipelines.flux:FluxPipeline",
     "qwen-image": "pipelines.qwen_image:QwenImagePipeline",
     "hunyuan-video": "pipelines.hunyuan_video:HunyuanVideoPipeline",
@@ -53,6 +55,8 @@ def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> Compo
     index = read_index(folder, model.variant, model.safety_checker, weights=device.type != "meta")
     if model.pipeline is None:
         name = SERVED.get(index.pipeline_class)
+        if name is None and find_pipeline(index.pipeline_class) is not None:
+            name = "fallback"
         if name is None:
             known = ", ".join(sorted(SERVED))
             remedy = f"known: {known}; or give pipeline=module:Class"

@@ -13,8 +13,13 @@ def to_uint8(decoded: torch.Tensor) -> torch.Tensor:
     Values and rounding are those of diffusers' ``VaeImageProcessor``. Raises :class:`NanOutput`.
     """
     check_finite(decoded, "decoded pixels", "decode in float32 or bfloat16")
-    unit = (decoded.float() * 0.5 + 0.5).clamp(0, 1)
-    return (unit * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+    return unit_to_uint8((decoded.float() * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1))
+
+
+def unit_to_uint8(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels (n, frames, height, width, 3) in [0, 1] to uint8, rounded. Raises :class:`NanOutput`."""
+    check_finite(pixels, "pixels", "decode in float32 or bfloat16")
+    return (pixels * 255).round().to(torch.uint8).contiguous()
 
 
 def check_finite(values: torch.Tensor, what: str, remedy: str) -> None:

@@ -30,7 +30,7 @@ def test_every_registered_family_can_be_imported_and_serves_what_the_table_says(
 
 
 def test_every_served_class_has_a_family() -> None:
-    assert set(SERVED.values()) == set(FAMILIES)
+    assert set(SERVED.values()) | {"fallback"} == set(FAMILIES)
 
 
 def test_a_model_of_no_family_lists_the_known(folder: Path) -> None:
@@ -39,6 +39,21 @@ def test_a_model_of_no_family_lists_the_known(folder: Path) -> None:
     assert caught.value.code == "unsupported_model"
     for word in ("UnheardOfPipeline", str(folder), "WanPipeline", "module:Class"):
         assert word in caught.value.message
+
+
+@pytest.mark.parametrize("pipeline", [None, "fallback"])
+def test_a_pipeline_that_needs_pictures_is_refused_with_the_reason(tmp_path: Path, pipeline: str | None) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    with pytest.raises(ModelError, match="needs pictures as input") as caught:
+        load_pipeline(tmp_path, ModelArgs(pipeline=pipeline), CPU)
+    assert caught.value.code == "unsupported_model"
+
+
+@pytest.mark.parametrize("name", ["UnheardOfPipeline", "AutoencoderKL"])
+def test_the_fallback_refuses_what_diffusers_has_not(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(ModelError, match="no such pipeline"):
+        load_pipeline(tmp_path, ModelArgs(pipeline="fallback"), CPU)
 
 
 def test_an_unknown_name_lists_the_known(folder: Path) -> None:
