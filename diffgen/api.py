@@ -127,16 +127,18 @@ class DiffGenerator:
         """What each rank last said of itself; empty for a server of another process."""
         return [] if self._supervisor is None else self._supervisor.ranks()
 
-    def submit(self, prompt: str | None = None, **sampling: Any) -> GenerationHandle:
-        """Send one request and return at once. ``sampling`` takes the fields of :class:`SamplingParams`.
+    def submit(self, prompt: str | SamplingParams | None = None, **sampling: Any) -> GenerationHandle:
+        """Send one request and return at once.
+
+        ``sampling`` takes the fields of :class:`SamplingParams`; or give a whole one, from ``parse_params``.
 
         Raises :class:`InvalidRequest` for what can be known without the model; the rest comes by the handle.
         """
-        return self.submit_params(_params(prompt, sampling))
-
-    def submit_params(self, params: SamplingParams) -> GenerationHandle:
-        """:meth:`submit` of parameters that :func:`diffgen.params.parse_params` has checked."""
-        return self._connection.submit(params)
+        if isinstance(prompt, SamplingParams):
+            if sampling:
+                raise InvalidRequest(f"{', '.join(sampling)} beside SamplingParams: put them into these")
+            return self._connection.submit(prompt)
+        return self._connection.submit(_params(prompt, sampling))
 
     def status(self, timeout: float = 10.0) -> Status:
         """Every client's requests in work, and what the server has done so far."""

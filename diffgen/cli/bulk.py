@@ -187,7 +187,7 @@ def _work(generator: DiffGenerator, todo: list[tuple[int, SamplingParams]], fold
         while waiting or running:
             while waiting and len(running) < _WINDOW:
                 line, params = waiting.pop()
-                handle = generator.submit_params(params)
+                handle = generator.submit(params)
                 running[handle.id] = (line, params, handle)
                 handle.subscribe(lambda event, request_id=handle.id: events.put((request_id, event)))  # type: ignore[misc]
             request_id, event = events.get()

@@ -91,7 +91,7 @@ class _Run:
                 yield waiting.popleft()
             try:
                 params = parse_params({**self._settings.sampling, "prompt": prompt})
-                waiting.append((prompt, self._generator.submit_params(params)))
+                waiting.append((prompt, self._generator.submit(params)))
             except InvalidRequest as error:
                 waiting.append((prompt, error))
         yield from waiting
@@ -130,7 +130,7 @@ class _Run:
                 if self._settings.prompts is None:
                     raise
                 time.sleep(_RETRY_S)
-                handle = self._generator.submit_params(handle.params)
+                handle = self._generator.submit(handle.params)
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
