@@ -47,9 +47,8 @@ def table() -> str:
             path = MAKERS[family](Path(folder) / family)
             spec = load_pipeline(path, ModelArgs(model_path=str(path)), torch.device("meta")).spec
             rows.append(_row(family, spec))
-    rows.append(
-        "| `fallback` | any other text-to-image or text-to-video pipeline | as it says | as it says | as it says |"
-    )
+    others = "any other text-to-image or text-to-video pipeline"
+    rows.append(f"| `fallback` | {others} | as it says | as it says | as it says |")
     return "\n".join(rows)
 
 

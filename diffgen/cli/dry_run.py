@@ -55,7 +55,8 @@ def _describe(settings: Settings, prompt: str | None, spec: ModelSpec, pipeline:
     params = parse_params({**settings.sampling, "prompt": prompt})
     check_save(settings.save, params, spec)
     # A server applies its own limits, which a client does not know.
-    limits = settings.server.limits if pipeline is not None else Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
+    unlimited = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
+    limits = unlimited if pipeline is None else settings.server.limits
     resolved = resolve(params, spec, limits)
     values = {name: value for name, value in msgspec.structs.asdict(resolved.params).items() if value is not None}
     if params.seed is None:

@@ -181,9 +181,10 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
     from diffgen.wire.messages import Closing
     from diffgen.wire.router import Router
 
-    scheduler = Scheduler(worker.pipeline.spec, start.args.limits, start.args.run, uuid.uuid4().hex, deaths=start.deaths)
-    router = Router(start.socket, start.args.listen, inbox)
-    pipe.send(Ready(worker.pipeline.spec.name, router.address))
+    spec, args = worker.pipeline.spec, start.args
+    scheduler = Scheduler(spec, args.limits, args.run, uuid.uuid4().hex, deaths=start.deaths)
+    router = Router(start.socket, args.listen, inbox)
+    pipe.send(Ready(spec.name, router.address))
 
     def broadcast(plan: Any) -> None:
         worker.control.broadcast(msgspec.msgpack.encode(plan))

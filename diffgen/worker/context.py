@@ -48,8 +48,8 @@ class StageContext:
 class Stage(Protocol):
     """A part of a pipeline, cut into units; it keeps nothing between requests.
 
-    ``name`` is what users see in progress and timings. A stage that ``prepares`` takes little and makes the request ready
-    for work that it may share with others, so it goes first.
+    ``name`` is what users see in progress and timings. A stage that ``prepares`` takes little and makes the request
+    ready for work that it may share with others, so it goes first.
     """
 
     name: str
