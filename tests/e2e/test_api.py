@@ -243,6 +243,42 @@ def test_refused_by_the_model_or_the_limits(server: DiffGenerator, sampling: dic
     assert not caught.value.retryable
 
 
+CHANGED: dict[str, dict[str, Any]] = {
+    "prompt": {"prompt": "b"},
+    "negative_prompt": {"negative_prompt": "b"},
+    "size": {"size": "96x64", "width": None, "height": None},
+    "width": {"width": 96},
+    "height": {"height": 96},
+    "num_frames": {"num_frames": 5},
+    "seconds": {"seconds": 0.5},
+    "fps": {"fps": 9},
+    "num_inference_steps": {"num_inference_steps": 3},
+    "guidance_scale": {"guidance_scale": 2.0},
+    "guidance_scale_2": {"guidance_scale_2": 2.0},
+    "true_cfg_scale": {"true_cfg_scale": 2.0},
+    "seed": {"seed": 2},
+    "num_outputs_per_prompt": {"num_outputs_per_prompt": 2},
+    "scheduler": {"scheduler": "unipc"},
+    "flow_shift": {"flow_shift": 9.0},
+    "max_sequence_length": {"max_sequence_length": 3},
+    "clip_skip": {"clip_skip": 1},
+    "output_type": {"output_type": "latent"},
+}
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_no_parameter_is_ignored_without_a_word(server: DiffGenerator, name: str) -> None:
+    """Another value changes the result, or is refused, or is told to have no effect."""
+    base: dict[str, Any] = {"prompt": "a red circle on a blue square", "seed": 1, **FAST}
+    plain = server.generate(**base)
+    changed = server.generate(**{**base, **CHANGED[name]}, raise_errors=False)
+    if changed.error is not None:
+        assert changed.error.code == "unsupported_parameter"
+        return
+    assert changed.raw is not None
+    assert not np.array_equal(changed.raw, plain.raw) or any(name in warning for warning in changed.warnings)
+
+
 def test_warnings_say_what_has_no_effect(server: DiffGenerator) -> None:
     result = server.generate("a", seed=1, negative_prompt="b", guidance_scale=1.0, fps=12, **FAST)
     assert any("negative_prompt has no effect" in warning for warning in result.warnings)
