@@ -313,10 +313,13 @@ def _save_options(**values: Any) -> SaveOptions | None:
 
 
 def _settled(handle: GenerationHandle, save: SaveOptions | None, written: Sequence[Path]) -> GenerationResult:
+    paths: list[Path] = []
     try:
         result = handle.result()
+        paths = result.paths
         if save is not None:
             save_result(result, save, written)
         return result
     except DiffgenError as error:
-        return GenerationResult(id=handle.id, params=handle.params, error=error)
+        # Of several outputs, those that were saved before one could not be are kept.
+        return GenerationResult(id=handle.id, params=handle.params, error=error, paths=paths)

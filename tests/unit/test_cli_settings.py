@@ -44,11 +44,11 @@ def test_the_command_line_counts_more_than_the_file_and_that_more_than_metadata(
     assert found.sampling["seed"] == 3
     assert (found.sampling["width"], found.sampling["height"]) == (64, 32)
     assert found.sampling["num_inference_steps"] == 9
-    assert found.limits.steps == 9
+    assert found.server.limits.steps == 9
     assert found.call.quiet
     assert found.source is not None
     assert found.source.model == "tiny"
-    assert settings("--config", path, "--limit", "steps=5").limits.steps == 5
+    assert settings("--config", path, "--limit", "steps=5").server.limits.steps == 5
 
 
 def test_metadata_alone_is_a_request(tmp_path: Path) -> None:
@@ -136,12 +136,29 @@ def test_completion_names_commands_and_flags(shell: str, capsys: pytest.CaptureF
         assert word in script
 
 
-def test_completion_works_in_bash(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["generate", "--output-f"], {"--output-file-name", "--output-format"}),
+        (["generate", "--output-format", "w"], {"webp"}),
+        (["generate", "--config", "my"], {"my.yaml"}),
+        (["generate", "--model-path", "my"], {"my-model"}),
+        (["comp"], {"completion"}),
+    ],
+)
+def test_completion_works_in_bash(
+    typed: list[str], offered: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.yaml").touch()
+    (tmp_path / "my-model").mkdir()
     print_script(build_parser(), "bash")
-    ask = """
-COMP_WORDS=(diffgen generate --output-f); COMP_CWORD=2; COMP_LINE="diffgen generate --output-f"
+    ask = f"""
+COMP_WORDS=(diffgen {" ".join(typed)}); COMP_CWORD={len(typed)}; COMP_LINE="${{COMP_WORDS[*]}}"
 $(complete -p diffgen | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-echo "${COMPREPLY[@]}"
+echo "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(["bash"], input=capsys.readouterr().out + ask, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["--output-file-name", "--output-format"], done.stderr
+    script = capsys.readouterr().out + ask
+    done = subprocess.run(["bash"], input=script, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = set(done.stdout.split())
+    assert offered <= found, done.stderr
+    assert all(word.startswith(typed[-1]) for word in found)

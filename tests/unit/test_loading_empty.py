@@ -1,0 +1,56 @@
+"""Pipelines without weights, and the estimate of memory made from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from diffgen.args import ModelArgs
+from diffgen.loading.estimate import estimate_memory
+from diffgen.params import Limits, SamplingParams, resolve
+from diffgen.server.rank import open_pipeline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_model_without_weights_is_like_one_with_them(tiny_wan22: Path, dtype: str) -> None:
+    model = ModelArgs(model_path=str(tiny_wan22), dtype=dtype)  # type: ignore[arg-type]
+    empty = open_pipeline(tiny_wan22, model, torch.device("meta"))
+    full = open_pipeline(tiny_wan22, model, torch.device("cpu"))
+    assert empty.spec == full.spec
+    for name, part in full.pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            ours = {key: (value.shape, value.dtype) for key, value in empty.pipe.components[name].named_parameters()}
+            assert ours == {key: (value.shape, value.dtype) for key, value in part.named_parameters()}
+            assert all(value.is_meta for value in empty.pipe.components[name].parameters())
+
+
+@pytest.mark.slow
+def test_the_estimate_is_its_formula(tiny_wan: Path) -> None:
+    pipeline = open_pipeline(tiny_wan, ModelArgs(model_path=str(tiny_wan)), torch.device("meta"))
+    asked = SamplingParams(prompt="a", width=256, height=512, num_frames=9, num_outputs_per_prompt=2)
+    params = resolve(asked, pipeline.spec, Limits()).params
+    found = estimate_memory(pipeline, params)
+    models = {name: part for name, part in pipeline.pipe.components.items() if isinstance(part, torch.nn.Module)}
+    sizes = {
+        name: sum(each.numel() * each.element_size() for each in part.parameters()) for name, part in models.items()
+    }
+    assert found["weights"] == {name: round(size / 2**20, 1) for name, size in sizes.items()}
+    outputs, branches, positions = 2, 2, 3 * 64 * 32  # latent frames, rows and columns
+    channels, widest = pipeline.pipe.transformer.config.in_channels, pipeline.pipe.transformer.config.ffn_dim
+    last = pipeline.pipe.vae.decoder.conv_out.in_channels
+    mib = {
+        "latents": outputs * channels * positions * 4 * (2 + branches),
+        "denoise": 3 * outputs * branches * (positions // 4) * widest * 4,
+        "decode": 3 * (outputs * 9 // 3) * 256 * 512 * last * 4,
+        "pixels": outputs * 9 * 256 * 512 * 3,
+    }
+    for name, size in mib.items():
+        assert found[name] == pytest.approx(size / 2**20, abs=0.051), name
+    work = mib["latents"] + mib["pixels"] + max(mib["denoise"], mib["decode"])
+    assert found["total"] == pytest.approx((sum(sizes.values()) + work) / 2**20, abs=0.051)
+    unguided = estimate_memory(pipeline, msgspec.structs.replace(params, guidance_scale=1.0))
+    assert unguided["denoise"] == pytest.approx(found["denoise"] / 2, abs=0.1)
