@@ -1,7 +1,6 @@
 """Any diffusers pipeline that makes pictures or clips from text, through its own ``__call__``.
 
-It makes what diffusers makes and can be followed and cancelled by the step; but a request runs by itself, with the
-pipeline's own scheduler, and every rank computes all of it.
+It can be followed and cancelled by the step; but a request shares no forward, and has the pipeline's own scheduler.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from diffgen.media.pixels import unit_to_uint8
 from diffgen.params import ModelSpec
 from diffgen.request import Req, Update
 from pipelines.base import ComposedPipelineBase
+from pipelines.notices import noticed
 from pipelines.signature import FPS, FRAMES, Signature, find_pipeline, reason_against
 from stages.base import PipelineStage
 from stages.stepwise import Pause, StepwiseDenoisingStage, StepwiseFinishStage
@@ -78,10 +78,10 @@ class FallbackPipeline(ComposedPipelineBase):
         assert req.params.num_inference_steps is not None
         return req.outputs * self.signature.steps(req.params.num_inference_steps)
 
-    def call(self, req: Req, pause: Pause) -> list[dict[str, Any]]:
-        """The fields of the pipeline's output, of a call for each output of the request.
+    def call(self, req: Req, pause: Pause) -> tuple[list[dict[str, Any]], list[str]]:
+        """The fields of the pipeline's output, of a call for each output of the request; and what diffusers warned of.
 
-        Not of one for all: some pipelines pass over the count, or refuse it with a negative prompt.
+        Not of one call for all: some pipelines pass over the count, or refuse it with a negative prompt.
         """
 
         def on_step_end(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -91,16 +91,17 @@ class FallbackPipeline(ComposedPipelineBase):
         callbacks: dict[str, Any] = dict.fromkeys(self.signature.callbacks, on_step_end)
         if not callbacks:  # the older kind
             callbacks = {"callback": lambda step, timestep, latents: pause(latents), "callback_steps": 1}
-        arguments, made = self._arguments(req), []
-        for seed in req.seeds:
-            generator = torch.Generator("cpu").manual_seed(seed)
-            try:
-                made.append(dict(_own(self.pipe, {})(**arguments, **callbacks, generator=generator)))
-            except ValueError as error:
-                if traceback.extract_tb(error.__traceback__)[-1].name != "check_inputs":
-                    raise
-                raise InvalidRequest(f"{type(self.pipe).__name__} refuses the request: {error}") from error
-        return made
+        arguments, made = self._arguments(req) | callbacks, []
+        with noticed() as notices:
+            for seed in req.seeds:
+                generator = torch.Generator("cpu").manual_seed(seed)
+                try:
+                    made.append(dict(_own(self.pipe, {})(**arguments, generator=generator)))
+                except ValueError as error:
+                    if traceback.extract_tb(error.__traceback__)[-1].name != "check_inputs":
+                        raise
+                    raise InvalidRequest(f"{type(self.pipe).__name__} refuses the request: {error}") from error
+        return made, list(notices)
 
     def _arguments(self, req: Req) -> dict[str, Any]:
         params, signature = req.params, self.signature
@@ -114,8 +115,9 @@ class FallbackPipeline(ComposedPipelineBase):
             arguments["use_resolution_binning"] = False  # it would draw in another size, and scale
         return {**arguments, "output_type": "latent" if params.output_type == "latent" else "np"}
 
-    def outputs(self, req: Req, made: list[dict[str, Any]]) -> Update:
-        name, warnings = type(self.pipe).__name__, list(req.warnings)
+    def outputs(self, req: Req, called: tuple[list[dict[str, Any]], list[str]]) -> Update:
+        (made, notices), name = called, type(self.pipe).__name__
+        warnings = [*req.warnings, *(f"{name}: {notice}" for notice in notices)]
         main = next((each for each in ("frames", "images") if made[0].get(each) is not None), None)
         if main is None:
             raise GenerationError(f"{name} made no images and no frames, but {', '.join(made[0])}")

@@ -34,7 +34,7 @@ class CallsWhole(Protocol):
         """Make the request's outputs. What it raises out of ``pause`` it must let through."""
         ...
 
-    def outputs(self, req: Req, made: Any) -> Update:
+    def outputs(self, req: Req, called: Any) -> Update:
         """What :meth:`call` returned, as the request's frames or latents."""
         ...
 
@@ -129,18 +129,24 @@ class StepwiseDenoisingStage(PipelineStage):
         return req.extra.steps if isinstance(req.extra, Running) else self.family.steps(req)
 
     def run(self, reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
-        return [self._step(req) for req in reqs]
+        return [self._step(req, ctx.device) for req in reqs]
 
-    def _step(self, req: Req) -> Update:
+    def _step(self, req: Req, device: torch.device) -> Update:
         running = req.extra
         if not isinstance(running, Running):
             family = self.family
             # A copy, for the request is going to hold the call.
             own = dataclasses.replace(req)
-            running = Running(StepwiseCall(lambda pause: family.call(own, pause)), family.steps(req))
+
+            def call(pause: Pause) -> Any:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # a thread begins with the first
+                return family.call(own, pause)
+
+            running = Running(StepwiseCall(call), family.steps(req))
         running.call.advance()
         latents = running.call.told.latents
-        return Update(extra=running, latents=UNSET if latents is None else latents)
+        return Update(extra=running, latents=latents if isinstance(latents, torch.Tensor) else UNSET)
 
 
 class StepwiseFinishStage(PipelineStage):
