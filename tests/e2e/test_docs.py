@@ -17,6 +17,7 @@ from diffgen import errors
 from diffgen.api import DiffGenerator
 from diffgen.args import ListenArgs, ModelArgs, RunArgs
 from diffgen.cli.main import build_parser
+from diffgen.cli.settings import read_settings
 from diffgen.params import Limits, SamplingParams
 from diffgen.wire.messages import ClientMessage, ServerMessage
 
@@ -86,6 +87,15 @@ def test_commands_run(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
     assert clip.endswith(".mp4\n")
     assert versions.startswith("diffgen: ")
+
+
+def test_the_configuration_file_is_one(tmp_path: Path) -> None:
+    (block,) = blocks("docs/cli.md", "yaml")
+    (tmp_path / "c.yaml").write_text(block)
+    found = read_settings(build_parser().parse_args(["generate", "--config", str(tmp_path / "c.yaml")]))
+    assert found.sampling["width"] == 64
+    assert not found.save.metadata
+    assert found.server.limits.steps == 100
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:
