@@ -35,7 +35,7 @@ def save_jpeg(
     image: NDArray[np.uint8], path: Path, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
 ) -> None:
     """Write (height, width, 3) as JPEG, with colours at full resolution."""
-    _save_lossy(image, path, metadata, format="JPEG", quality=quality, subsampling="4:4:4", optimize=True)
+    _save_lossy(image, path, metadata, format="JPEG", quality=quality, subsampling="4:4:4")
 
 
 def save_webp(

@@ -35,6 +35,7 @@ MAX_EXIF = 65_500  # bytes: JPEG holds EXIF in one segment
 
 _EXIF_IFD, _USER_COMMENT, _MAKER_NOTE, _SOFTWARE = 0x8769, 0x9286, 0x927C, 0x0131
 _PICTURES = ("PNG", "JPEG", "WEBP", "GIF")
+_REMEDY = "give a PNG, JPEG, WebP, GIF or MP4 that diffgen saved with its metadata"
 # Of the client that asked, not of the picture.
 _LEFT_OUT = {"output_type"}
 
@@ -130,8 +131,7 @@ def read(path: str | Path) -> Metadata:
     """
     text = _find(Path(path))
     if text is None:
-        remedy = "give a PNG, JPEG, WebP, GIF or MP4 that was saved by diffgen with its metadata"
-        raise _wrong(f"{str(path)!r} holds no metadata of diffgen's; {remedy}")
+        raise _wrong(f"{str(path)!r} holds no metadata of diffgen's; {_REMEDY}")
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
         params, model, version = found["params"], found.get("model", ""), found.get("version", "")
@@ -166,7 +166,7 @@ def _find_in_clip(path: Path) -> str | None:
         with av.open(str(path)) as container:
             return container.metadata.get(KEY)
     except av.FFmpegError as error:
-        raise _wrong(f"cannot read {str(path)!r}: {error}") from None
+        raise _wrong(f"cannot read {str(path)!r}: {error}; {_REMEDY}") from None
 
 
 def _find_in_picture(path: Path) -> str | bytes | None:
@@ -180,7 +180,7 @@ def _find_in_picture(path: Path) -> str | bytes | None:
             elif image.format != "PNG":
                 found = image.getexif().get_ifd(_EXIF_IFD).get(_MAKER_NOTE)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise _wrong(f"cannot read {str(path)!r}: {error}") from None
+        raise _wrong(f"cannot read {str(path)!r}: {error}; {_REMEDY}") from None
     if isinstance(found, bytes) and not re.match(rb'\{"version": ', found):
         return None  # another program's comment or note
     return found if isinstance(found, str | bytes) else None

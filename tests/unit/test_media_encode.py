@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from av.video.reformatter import ColorRange, Colorspace
 from PIL import Image
 
 from diffgen.errors import InvalidRequest
-from diffgen.media.encode import check_even, save_mp4, save_png
+from diffgen.media.encode import check_even, save_jpeg, save_mp4, save_png, save_webp
 
 
 def _clip(frames: int, height: int = 48, width: int = 64) -> np.ndarray:
@@ -27,6 +28,27 @@ def test_png_is_lossless(tmp_path: Path) -> None:
     with Image.open(tmp_path / "a.png") as read:
         assert (read.format, read.mode, read.size) == ("PNG", "RGB", (47, 33))
         np.testing.assert_array_equal(np.asarray(read), image)
+
+
+@pytest.mark.parametrize("quality", [0, 95, 100])
+def test_jpeg_of_noise_fits_the_encoder_at_any_quality(tmp_path: Path, quality: int) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), dtype=np.uint8)
+    save_jpeg(image, tmp_path / "a.jpeg", quality)
+    with Image.open(tmp_path / "a.jpeg") as read:
+        assert (read.format, read.size) == ("JPEG", (1024, 1024))
+        difference = np.abs(np.asarray(read).astype(int) - image).mean()
+    assert difference < {0: 80, 95: 8, 100: 2}[quality]
+
+
+@pytest.mark.parametrize(("save", "most"), [(save_jpeg, 5), (save_webp, 12)])
+def test_colours_of_lossy_pictures(tmp_path: Path, save: Callable[[np.ndarray, Path], None], most: int) -> None:
+    image = np.zeros((64, 64, 3), np.uint8)
+    image[:, :31], image[:, 31:] = (255, 0, 0), (0, 0, 255)  # an edge that halved colours would blur
+    save(image, tmp_path / "a")
+    with Image.open(tmp_path / "a") as read:
+        difference = np.abs(np.asarray(read.convert("RGB")).astype(int) - image)
+    assert np.median(difference) <= 2
+    assert difference[:, :30].mean() <= most
 
 
 @pytest.mark.parametrize(
