@@ -280,7 +280,7 @@ def test_cancel_stops_the_steps(oracle: Oracle, served: DiffGenerator, folders: 
         assert rank.heartbeat is not None
         return rank.heartbeat.units["denoise"]
 
-    handle = served.submit(**_case("pixart", num_inference_steps=1000))
+    handle = served.submit(**_case("pixart", num_inference_steps=500))
     for event in handle.events():
         if isinstance(event, Progress) and event.step == 5:
             break
@@ -303,7 +303,7 @@ def test_two_ranks_make_the_pixels_of_one(folders: Callable[[str], Path], served
         handles = [generator.submit(**case) for case in cases]
         for case, handle in zip(cases, handles, strict=True):
             assert level_difference(handle.result(60).pixels, served.generate(**case).pixels) == 0
-        cancelled = generator.submit(**_case("pixart", num_inference_steps=1000))
+        cancelled = generator.submit(**_case("pixart", num_inference_steps=500))
         next(event for event in cancelled.events() if isinstance(event, Progress))
         cancelled.cancel()
         again = generator.generate(**cases[0]).pixels
