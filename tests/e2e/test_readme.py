@@ -56,7 +56,7 @@ def test_commands(tmp_path: Path) -> None:
         done = run(shlex.split(command), tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout
-    assert len(list((tmp_path / "outputs").iterdir())) == 4
+    assert len(list((tmp_path / "outputs").iterdir())) == 5
 
 
 def test_links() -> None:
