@@ -159,7 +159,8 @@ def _spawn(start: Start) -> _Rank:
             stdin=subprocess.DEVNULL,
             stdout=_STDERR,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": _import_path()},
+            # Threads that spin while they wait for each other stall by the second on cores that others use as well.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": _import_path()},
         )
     pipe = Pipe(ours, FROM_RANK)
     pipe.send(start)
