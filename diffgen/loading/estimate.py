@@ -5,25 +5,29 @@ A rule of thumb, for choosing a device and a size, not a promise. With n outputs
     weights   parameters x bytes of their numbers, components one by one
     latents   n x elements x 4 bytes x (2 + b): latents, the scheduler's last prediction, one prediction a branch
     denoise   3 x n x b x tokens x widest x bytes: three tensors of the widest layer input
-    decode    3 x pixels of one decode unit x channels x bytes: three tensors at full resolution
+    decode    the most bytes of tensors alive at once in a decode unit, counted by running it on shapes without values
     pixels    n x frames x height x width x 3 bytes
     total     weights + latents + pixels + the larger of denoise and decode
 
-Tokens are the latents' positions over the denoiser's patch, and channels what the decoder's last convolution reads.
-Attention is taken to need no more than its inputs, as it does on the devices that matter.
+Tokens are the latents' positions over the denoiser's patch. Attention is taken to need no more than its inputs, as it
+does on the devices that matter. Work space of a device's libraries comes on top.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from diffgen.params import SamplingParams, is_guided
 from diffgen.request import Req
 
 _LIVE = 3
+_UNITS = 3
 
 
 def estimate_memory(pipeline: Any, params: SamplingParams) -> dict[str, Any]:
@@ -65,9 +69,8 @@ def _parts(pipeline: Any, params: SamplingParams, models: dict[str, torch.nn.Mod
         found["denoise"] = max(
             _LIVE * branches * _tokens(latents, part) * _widest(part) * _item(part) for part in denoisers
         )
-    if decoders and hasattr(pipeline, "decode_units"):
-        in_unit = math.ceil(count * outside / max(1, pipeline.decode_units(req)))
-        found["decode"] = max(_LIVE * in_unit * _last_channels(part) * _item(part) for part in decoders)
+    if hasattr(pipeline, "decode_unit"):
+        found["decode"] = _decode_peak(pipeline, req)
     return found
 
 
@@ -86,9 +89,38 @@ def _widest(model: torch.nn.Module) -> int:
     return max([1, *linear, *(layer.in_channels for layer in _convolutions(model))])
 
 
-def _last_channels(decoder: torch.nn.Module) -> int:
-    part = getattr(decoder, "decoder", decoder)
-    return [1, *(layer.in_channels for layer in _convolutions(part))][-1]
+def _decode_peak(pipeline: Any, req: Req) -> int | None:
+    """Bytes, over the first units, which differ in what they keep; None where the decoder needs values."""
+    counter = _LiveBytes()
+    try:
+        with torch.inference_mode(), counter:
+            for unit in range(min(pipeline.decode_units(req), _UNITS)):
+                req.unit = unit
+                _, req.decoder = pipeline.decode_unit(req)
+    except (RuntimeError, NotImplementedError):  # torch's, for operators that cannot do without
+        return None
+    return counter.peak
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operators make and that are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in self._sizes:
+                    self._sizes[key] = storage.nbytes()
+                    weakref.finalize(storage, self._sizes.pop, key)
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return made
 
 
 def _convolutions(model: torch.nn.Module) -> list[torch.nn.Conv2d | torch.nn.Conv3d]:
