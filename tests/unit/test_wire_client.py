@@ -24,7 +24,7 @@ from diffgen.errors import (
     RequestCancelled,
     ServerClosed,
 )
-from diffgen.handle import GenerationHandle
+from diffgen.handle import GenerationHandle, Restarting
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import OutputBatch, TensorHeader
 from diffgen.wire import codec
@@ -137,7 +137,7 @@ def connect(address: str) -> Iterator[Connect]:
 
 
 def finals(handle: GenerationHandle) -> int:
-    return sum(not isinstance(event, Accepted | Progress) for event in handle.events())
+    return sum(not isinstance(event, Accepted | Progress | Restarting) for event in handle.events())
 
 
 def wait_lost(connection: Connection) -> None:
