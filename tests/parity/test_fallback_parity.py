@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import tiny_fallback
-import torch
-from oracle import THREADS, Oracle, level_difference, relative_difference
-from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, check
-from processes import wait_until
+from oracle import Oracle, Reference, level_difference, relative_difference
+from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, forwards
 
 from diffgen import DiffGenerator
 from diffgen.errors import InvalidRequest, NanOutput, RequestCancelled
 from diffgen.wire.messages import Progress
 from diffgen.worker.context import StageError
 
-TINY = {
-    "prompt": "a red circle on a blue background",
-    "seed": 7,
-    "width": 64,
-    "height": 64,
-    "num_inference_steps": 3,
-    "guidance_scale": 4.0,
-}
+TINY = parity.PICTURE | {"num_inference_steps": 3, "guidance_scale": 4.0}
 #: What the model takes beside those, and what its pipeline is told beside that.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pixart": ({"max_sequence_length": 16}, {"use_resolution_binning": False}),
@@ -50,65 +41,47 @@ ALL = [(model, name) for model in MODELS for name in CASES]
 ALL += [(model, name) for model in ("cogvideox", "ltx") for name in VIDEO_CASES]
 
 
+Models = Callable[[str], Local]
+
+
 def _case(model: str, **changes: Any) -> dict[str, Any]:
     return TINY | MODELS[model][0] | changes
 
 
-@pytest.fixture(scope="module")
-def folders(model_folder: Path) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(model: str) -> Path:
-        if model not in made:
-            made[model] = getattr(tiny_fallback, f"make_{model}")(model_folder / f"tiny-{model}")
-        return made[model]
-
-    return folder
+def _references(oracle: Oracle, models: Models, model: str, cases: list[dict[str, Any]]) -> list[Reference]:
+    return oracle.run_all(models(model).folder, [case | MODELS[model][1] for case in cases])
 
 
 @pytest.fixture(scope="module")
-def locals_(folders: Callable[[str], Path]) -> Iterator[Callable[[str], Local]]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
+def models(model_folder: Path) -> Models:
     loaded: dict[str, Local] = {}
 
     def local(model: str) -> Local:
         if model not in loaded:
-            loaded[model] = Local.load(folders(model))
+            make = getattr(tiny_fallback, f"make_{model}")
+            loaded[model] = Local.load(make(model_folder / f"tiny-{model}"))
         return loaded[model]
 
-    yield local
-    torch.set_num_threads(before)
+    return local
 
 
 @pytest.fixture(scope="module")
-def served(folders: Callable[[str], Path]) -> Iterator[DiffGenerator]:
-    folder = str(folders("pixart"))
-    with DiffGenerator.from_pretrained(folder, device="cpu", dtype="float32", threads=THREADS) as generator:
+def served(models: Models) -> Iterator[DiffGenerator]:
+    with parity.serve(models("pixart").folder) as generator:
         yield generator
 
 
 @pytest.mark.parametrize(("model", "name"), ALL)
-def test_equals_diffusers(
-    oracle: Oracle, folders: Callable[[str], Path], locals_: Callable[[str], Local], model: str, name: str
-) -> None:
+def test_equals_diffusers(oracle: Oracle, models: Models, model: str, name: str) -> None:
     case = _case(model, **(CASES | VIDEO_CASES)[name])
-    local, one = locals_(model), case | {"n": 1}
-    pixels, latents = local.pixels(case)
-    controls = {
-        "prompt": one | {"prompt": "a green star"},
-        "guidance": one | {"guidance_scale": 8.0},
-        "seed": one | {"seed": 1},
-    }
-    reference = oracle.run(folders(model), case | MODELS[model][1])
-    check(reference, pixels, latents, {key: local.pixels(control)[0] for key, control in controls.items()})
+    moves: dict[str, parity.Case] = {"guidance": {"guidance_scale": 8.0}, "seed": {"seed": 1}}
+    moves["prompt"] = {"prompt": "a green star"}
+    parity.check_equal(oracle, models(model), case, lambda _: moves, MODELS[model][1])
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_requests_that_take_turns_equal_each_alone(
-    oracle: Oracle, folders: Callable[[str], Path], locals_: Callable[[str], Local], model: str
-) -> None:
-    local = locals_(model)
+def test_requests_that_take_turns_equal_each_alone(oracle: Oracle, models: Models, model: str) -> None:
+    local = models(model)
     cases = [_case(model), _case(model, seed=20, prompt="a dog", num_inference_steps=5, guidance_scale=2.0)]
     reqs = [local.enter(case) for case in cases]
     stages = local.pipeline.stages
@@ -116,16 +89,14 @@ def test_requests_that_take_turns_equal_each_alone(
         for req in running:
             assert stages[req.stage].batch_key(req) is None
             local.unit([req])
-    for case, req in zip(cases, reqs, strict=True):
+    for req, reference in zip(reqs, _references(oracle, models, model, cases), strict=True):
         pixels, _ = local.finish(req)
-        assert level_difference(pixels, oracle.run(folders(model), case | MODELS[model][1]).pixels) <= MAX_LEVELS
+        assert level_difference(pixels, reference.pixels) <= MAX_LEVELS
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_several_outputs(
-    oracle: Oracle, folders: Callable[[str], Path], locals_: Callable[[str], Local], model: str
-) -> None:
-    local, case = locals_(model), _case(model, negative_prompt="a blurry dark photo")
+def test_several_outputs(oracle: Oracle, models: Models, model: str) -> None:
+    local, case = models(model), _case(model, negative_prompt="a blurry dark photo")
     req = local.enter(case | {"n": 2})
     assert local.denoise.units(req) == 2 * local.denoise.units(local.enter(case))
     pixels, _ = local.finish(req)
@@ -135,7 +106,7 @@ def test_several_outputs(
     assert latents.frames == ()
     assert latents.latents is not None
     assert len(latents.latents) == 2
-    references = oracle.run_all(folders(model), [case | MODELS[model][1] | {"seed": seed} for seed in (7, 8)])
+    references = _references(oracle, models, model, [case | {"seed": seed} for seed in (7, 8)])
     for index, reference in enumerate(references):
         assert level_difference(pixels[index : index + 1], reference.pixels) <= MAX_LEVELS
         one = latents.latents[index : index + 1].float().numpy()
@@ -144,16 +115,16 @@ def test_several_outputs(
     assert level_difference(pixels[:1], pixels[1:]) >= MIN_MOVE
     # As one batch, where diffusers takes a count.
     if model not in ("cogvideox", "kandinsky"):
-        (batch,) = oracle.run_all(folders(model), [case | MODELS[model][1] | {"n": 2}])
+        (batch,) = _references(oracle, models, model, [case | {"n": 2}])
         assert level_difference(pixels, batch.pixels) <= MAX_LEVELS
 
 
 @pytest.mark.parametrize(("model", "steps"), [("pixart", 4), ("sd3", 4), ("kandinsky", 25 + 4)])
-def test_units_are_the_pipelines_own_steps(locals_: Callable[[str], Local], model: str, steps: int) -> None:
-    local = locals_(model)
+def test_units_are_the_pipelines_own_steps(models: Models, model: str, steps: int) -> None:
+    local = models(model)
     req = local.enter(_case(model, num_inference_steps=4))
-    seen, denoiser = [], local.pipeline.pipe.unet if model == "kandinsky" else local.pipeline.pipe.transformer
-    hook = denoiser.register_forward_pre_hook(lambda *_: seen.append(req.unit))
+    seen: list[int] = []
+    hook = local.denoiser.register_forward_pre_hook(lambda *_: seen.append(req.unit))
     while req.stage == 0:
         assert local.pipeline.stages[0].units(req) == steps
         local.unit([req])
@@ -166,13 +137,11 @@ def _step_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("steps-")}
 
 
-def test_a_request_that_is_dropped_ends_its_call(locals_: Callable[[str], Local]) -> None:
-    local = locals_("pixart")
-    forwards: list[int] = []
-    hook = local.pipeline.pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
-    reqs = [local.at_step(_case("pixart", num_inference_steps=50, seed=seed), 3) for seed in (1, 2)]
-    hook.remove()
-    assert len(forwards) == 6
+def test_a_request_that_is_dropped_ends_its_call(models: Models) -> None:
+    local = models("pixart")
+    with forwards(local.denoiser) as seen:
+        reqs = [local.at_step(_case("pixart", num_inference_steps=50, seed=seed), 3) for seed in (1, 2)]
+    assert len(seen) == 6
     assert len(_step_threads()) == 2
     reqs.pop()
     assert len(_step_threads()) == 1
@@ -180,10 +149,8 @@ def test_a_request_that_is_dropped_ends_its_call(locals_: Callable[[str], Local]
     assert not _step_threads()
 
 
-def test_what_fails_ends_its_call_and_leaves_the_next_alone(
-    oracle: Oracle, folders: Callable[[str], Path], locals_: Callable[[str], Local]
-) -> None:
-    local = locals_("pixart")
+def test_what_fails_ends_its_call_and_leaves_the_next_alone(oracle: Oracle, models: Models) -> None:
+    local = models("pixart")
     decoder = local.pipeline.pipe.vae.decoder.conv_out
     bias = decoder.bias.clone()
     req = local.at_step(_case("pixart"), 2)
@@ -193,16 +160,16 @@ def test_what_fails_ends_its_call_and_leaves_the_next_alone(
     decoder.bias.data.copy_(bias)
     assert isinstance(failed, StageError)
     assert isinstance(failed.error, NanOutput)
-    (failed,) = local.executor.run(local.pipeline.stages[0], [locals_("ltx").enter(_case("ltx", width=68))])
+    (failed,) = local.executor.run(local.pipeline.stages[0], [models("ltx").enter(_case("ltx", width=68))])
     assert isinstance(failed, StageError)
     assert not _step_threads()
     pixels, _ = local.pixels(_case("pixart"))
-    reference = oracle.run(folders("pixart"), _case("pixart") | MODELS["pixart"][1])
+    (reference,) = _references(oracle, models, "pixart", [_case("pixart")])
     assert level_difference(pixels, reference.pixels) <= MAX_LEVELS
 
 
-def test_the_pipelines_own_refusal_is_an_invalid_request(locals_: Callable[[str], Local]) -> None:
-    local = locals_("ltx")
+def test_the_pipelines_own_refusal_is_an_invalid_request(models: Models) -> None:
+    local = models("ltx")
     (failed,) = local.executor.run(local.pipeline.stages[0], [local.enter(_case("ltx", width=68))])
     assert isinstance(failed, StageError)
     assert isinstance(failed.error, InvalidRequest)
@@ -221,16 +188,14 @@ def test_the_pipelines_own_refusal_is_an_invalid_request(locals_: Callable[[str]
         ("cogvideox", {"num_frames": 8}, "invalid_num_frames"),
     ],
 )
-def test_refused_before_any_work(
-    locals_: Callable[[str], Local], model: str, change: dict[str, Any], code: str
-) -> None:
+def test_refused_before_any_work(models: Models, model: str, change: dict[str, Any], code: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        locals_(model).enter(_case(model, **change))
+        models(model).enter(_case(model, **change))
     assert refused.value.code == code
 
 
-def test_other_sizes_than_asked_are_told(locals_: Callable[[str], Local]) -> None:
-    local = locals_("kandinsky")
+def test_other_sizes_than_asked_are_told(models: Models) -> None:
+    local = models("kandinsky")
     req = local.enter(_case("kandinsky", width=96, num_inference_steps=1))
     pixels, _ = local.finish(req)
     assert pixels.shape == (1, 1, 64, 128, 3)
@@ -239,8 +204,8 @@ def test_other_sizes_than_asked_are_told(locals_: Callable[[str], Local]) -> Non
     assert warning.endswith("made 1 x 1 frames of 128 x 64")
 
 
-def test_what_diffusers_logs_is_a_warning(locals_: Callable[[str], Local]) -> None:
-    local = locals_("pixart")
+def test_what_diffusers_logs_is_a_warning(models: Models) -> None:
+    local = models("pixart")
     long = {"prompt": "two small cats and three large dogs moving fast on a green sofa", "max_sequence_length": 8}
     reqs = [local.enter(_case("pixart", n=2, **long)), local.enter(_case("pixart"))]
     while reqs[0].stage < len(local.pipeline.stages):
@@ -256,7 +221,7 @@ def test_what_diffusers_logs_is_a_warning(locals_: Callable[[str], Local]) -> No
 # Through the server.
 
 
-def test_served_with_progress(oracle: Oracle, served: DiffGenerator, folders: Callable[[str], Path]) -> None:
+def test_served_with_progress(oracle: Oracle, served: DiffGenerator, models: Models) -> None:
     assert served.model.family == "fallback"
     case = _case("pixart", n=2)
     handle = served.submit(**case)
@@ -264,21 +229,17 @@ def test_served_with_progress(oracle: Oracle, served: DiffGenerator, folders: Ca
     assert progress == [*[("denoise", step, 6) for step in range(1, 7)], ("decode", 1, 1)]
     result = handle.result(60)
     assert result.seeds == (7, 8)
-    reference = oracle.run(folders("pixart"), case | MODELS["pixart"][1])
+    (reference,) = _references(oracle, models, "pixart", [case])
     assert level_difference(result.pixels, reference.pixels) <= MAX_LEVELS
     alone = served.generate(**_case("pixart", seed=8)).pixels
     assert level_difference(result.pixels[1:], alone) <= MAX_LEVELS
     assert level_difference(result.pixels[:1], alone) >= MIN_MOVE
 
 
-def test_cancel_stops_the_steps(oracle: Oracle, served: DiffGenerator, folders: Callable[[str], Path]) -> None:
+def test_cancel_stops_the_steps(oracle: Oracle, served: DiffGenerator, models: Models) -> None:
     def units() -> int:
-        # A beat on its way may be older than the last answer, so only one from half a second on counts.
-        since = time.monotonic() + 0.5
-        wait_until(lambda: served.ranks()[0].last_seen > since, 30, "a heartbeat")
-        (rank,) = served.ranks()
-        assert rank.heartbeat is not None
-        return rank.heartbeat.units["denoise"]
+        (beat,) = parity.heartbeats(served)
+        return beat.units["denoise"]
 
     handle = served.submit(**_case("pixart", num_inference_steps=500))
     for event in handle.events():
@@ -289,17 +250,15 @@ def test_cancel_stops_the_steps(oracle: Oracle, served: DiffGenerator, folders: 
         handle.result(60)
     stopped = units()
     pixels = served.generate(**_case("pixart")).pixels
-    reference = oracle.run(folders("pixart"), _case("pixart") | MODELS["pixart"][1])
+    (reference,) = _references(oracle, models, "pixart", [_case("pixart")])
     assert level_difference(pixels, reference.pixels) <= MAX_LEVELS
     assert units() - stopped == 3  # the next request's alone
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_pixels_of_one(folders: Callable[[str], Path], served: DiffGenerator) -> None:
+def test_two_ranks_make_the_pixels_of_one(models: Models, served: DiffGenerator) -> None:
     cases = [_case("pixart", n=2), _case("pixart", seed=30, num_inference_steps=6)]
-    with DiffGenerator.from_pretrained(
-        str(folders("pixart")), num_gpus=2, device="cpu", dtype="float32", threads=THREADS
-    ) as generator:
+    with parity.serve(models("pixart").folder, num_gpus=2) as generator:
         handles = [generator.submit(**case) for case in cases]
         for case, handle in zip(cases, handles, strict=True):
             assert level_difference(handle.result(60).pixels, served.generate(**case).pixels) == 0

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
-from oracle import THREADS, Oracle, level_difference, relative_difference
-from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, check, check_shared_forwards, forwards
+from oracle import Oracle
+from parity import Local
 from tiny_flux import CHANNELS, make_tiny_flux, make_tiny_flux_schnell, make_tiny_flux_unipc
 
-from diffgen import DiffGenerator
-from diffgen.errors import InvalidRequest
 from diffgen.loading.index import ModelIndex
-from diffgen.request import Update
-from diffgen.worker.worker import fingerprint
 
-TINY = {
-    "prompt": "a red circle on a blue background",
-    "seed": 7,
-    "width": 64,
-    "height": 64,
-    "num_inference_steps": 2,
-    "guidance_scale": 3.5,
-    "max_sequence_length": 16,
-}
+TINY = parity.PICTURE | {"num_inference_steps": 2, "guidance_scale": 3.5, "max_sequence_length": 16}
 SCHNELL = {name: TINY[name] for name in TINY if name != "guidance_scale"}
 CFG = {"true_cfg_scale": 3.0, "negative_prompt": "a blurry dark photo"}
 
@@ -79,115 +67,62 @@ MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
 }
 
 
-def _params(cases: Mapping[str, Any]) -> list[Any]:
-    return [pytest.param(case, id=name) for name, case in cases.items()]
+def _schnell_moves(case: parity.Case) -> dict[str, parity.Case]:
+    return parity.changes(case, true_cfg=CFG | {"true_cfg_scale": 5.0})
 
 
-def _controls(case: dict[str, Any], *, guidance: bool = True) -> dict[str, dict[str, Any]]:
-    one = case | {"n": 1}
-    changed: dict[str, dict[str, Any]] = {
-        "prompt": {"prompt": "green star"},
-        "seed": {"seed": case["seed"] // 2 + 1},
-        "true_cfg": CFG | {"true_cfg_scale": 5.0},
-    }
-    if guidance:
-        changed["guidance"] = {"guidance_scale": 6.0}
-    return {name: one | change for name, change in changed.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    yield
-    torch.set_num_threads(before)
+def _moves(case: parity.Case) -> dict[str, parity.Case]:
+    return _schnell_moves(case) | {"guidance": {"guidance_scale": 6.0}}
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Path) -> Path:
-    return make_tiny_flux(model_folder / "tiny-flux")
+def local(model_folder: Path) -> Local:
+    return Local.load(make_tiny_flux(model_folder / "tiny-flux"))
 
 
 @pytest.fixture(scope="module")
-def schnell_folder(model_folder: Path) -> Path:
-    return make_tiny_flux_schnell(model_folder / "tiny-flux-schnell")
+def unipc(model_folder: Path) -> Local:
+    return Local.load(make_tiny_flux_unipc(model_folder / "tiny-flux-unipc"))
 
 
 @pytest.fixture(scope="module")
-def local(folder: Path) -> Local:
-    return Local.load(folder)
+def schnell(model_folder: Path) -> Local:
+    return Local.load(make_tiny_flux_schnell(model_folder / "tiny-flux-schnell"))
 
 
-@pytest.fixture(scope="module")
-def unipc_folder(model_folder: Path) -> Path:
-    return make_tiny_flux_unipc(model_folder / "tiny-flux-unipc")
+@pytest.mark.parametrize("case", parity.params(CASES))
+def test_equals_diffusers(oracle: Oracle, local: Local, case: dict[str, Any]) -> None:
+    parity.check_equal(oracle, local, TINY | case, _moves)
 
 
-@pytest.fixture(scope="module")
-def unipc(unipc_folder: Path) -> Local:
-    return Local.load(unipc_folder)
+@pytest.mark.parametrize("case", parity.params(SCHNELL_CASES))
+def test_without_embedded_guidance_equals_diffusers(oracle: Oracle, schnell: Local, case: dict[str, Any]) -> None:
+    parity.check_equal(oracle, schnell, SCHNELL | case, _schnell_moves)
 
 
-@pytest.fixture(scope="module")
-def schnell(schnell_folder: Path) -> Local:
-    return Local.load(schnell_folder)
+@pytest.mark.parametrize("case", parity.params({"5-steps": {"num_inference_steps": 5}, "wide": {"width": 128, **CFG}}))
+def test_another_scheduler_of_the_folder_equals_diffusers(oracle: Oracle, unipc: Local, case: dict[str, Any]) -> None:
+    parity.check_equal(oracle, unipc, TINY | case, _moves)
 
 
-@pytest.mark.parametrize("case", _params(CASES))
-def test_equals_diffusers(oracle: Oracle, local: Local, folder: Path, case: dict[str, Any]) -> None:
-    case = TINY | case
-    pixels, latents = local.pixels(case)
-    controls = {name: local.pixels(control)[0] for name, control in _controls(case).items()}
-    check(oracle.run(folder, case), pixels, latents, controls)
-
-
-@pytest.mark.parametrize("case", _params(SCHNELL_CASES))
-def test_without_embedded_guidance_equals_diffusers(
-    oracle: Oracle, schnell: Local, schnell_folder: Path, case: dict[str, Any]
-) -> None:
-    case = SCHNELL | case
-    pixels, latents = schnell.pixels(case)
-    controls = {name: schnell.pixels(control)[0] for name, control in _controls(case, guidance=False).items()}
-    check(oracle.run(schnell_folder, case), pixels, latents, controls)
-
-
-@pytest.mark.parametrize("case", _params({"5-steps": {"num_inference_steps": 5}, "wide": {"width": 128, **CFG}}))
-def test_another_scheduler_of_the_folder_equals_diffusers(
-    oracle: Oracle, unipc: Local, unipc_folder: Path, case: dict[str, Any]
-) -> None:
-    case = TINY | case
-    pixels, latents = unipc.pixels(case)
-    controls = {name: unipc.pixels(control)[0] for name, control in _controls(case).items()}
-    check(oracle.run(unipc_folder, case), pixels, latents, controls)
-
-
-@pytest.mark.parametrize("mix", _params(MIXES))
-def test_shared_forwards_equal_each_alone(
-    oracle: Oracle, local: Local, folder: Path, mix: list[tuple[dict[str, Any], int]]
-) -> None:
-    check_shared_forwards(local, oracle, folder, [(TINY | case, step) for case, step in mix])
+@pytest.mark.parametrize("mix", parity.params(MIXES))
+def test_shared_forwards_equal_each_alone(oracle: Oracle, local: Local, mix: parity.Mix) -> None:
+    parity.check_shared_forwards(oracle, local, TINY, mix, unit=1e-3)
 
 
 @pytest.mark.parametrize("change", [{"width": 96}, {"width": 32, "height": 128}, {"max_sequence_length": 8}])
 def test_other_shapes_do_not_share_a_forward(local: Local, change: dict[str, Any]) -> None:
     """Also where the number of tokens is the same: their places differ."""
-    keys = {local.denoise.batch_key(local.at_step(case, 0)) for case in (TINY, TINY | change)}
-    assert len(keys) == 2
+    parity.check_keys_differ(local, TINY, TINY | change)
 
 
 @pytest.mark.parametrize(("case", "rows"), [({}, 1), (CFG, 2), (CFG | {"true_cfg_scale": 1.0}, 1)])
 def test_rows_of_a_step(local: Local, case: dict[str, Any], rows: int) -> None:
-    with forwards(local.pipeline.pipe.transformer) as seen:
-        local.pixels(TINY | case | {"n": 3})
-    assert seen == [rows * 3] * 2
+    parity.check_rows(local, TINY | case | {"n": 3}, [rows * 3] * 2)
 
 
 def test_image_i_is_a_run_with_seed_plus_i(local: Local) -> None:
-    together = local.pixels(TINY | {"n": 3})[0]
-    for index in range(3):
-        alone = local.pixels(TINY | {"seed": 7 + index})[0]
-        assert level_difference(together[index : index + 1], alone) <= MAX_LEVELS
-    assert level_difference(together[:1], together[1:2]) >= MIN_MOVE
+    parity.check_seeds(local, TINY)
 
 
 def test_the_shift_grows_with_the_picture(local: Local, schnell: Local) -> None:
@@ -202,21 +137,12 @@ def test_the_shift_grows_with_the_picture(local: Local, schnell: Local) -> None:
 
 
 def test_a_unit_changes_no_request(local: Local) -> None:
-    req, units = local.enter(TINY | CFG | {"num_inference_steps": 3, "n": 2}), 0
-    while req.stage < len(local.pipeline.stages):
-        first, second = (local.executor.run(local.pipeline.stages[req.stage], [req])[0] for _ in range(2))
-        assert type(first) is type(second) is Update
-        assert fingerprint(first) == fingerprint(second)
-        local.unit([req])
-        units += 1
-    assert units == 3 + 3 + 2
+    parity.check_units(local, TINY | CFG | {"num_inference_steps": 3, "n": 2}, 3 + 3 + 2)
 
 
 def test_warnings_for_what_is_cut_and_what_has_no_effect(local: Local, schnell: Local) -> None:
     def warnings(model: Local, **case: Any) -> tuple[str, ...]:
-        req = model.enter(SCHNELL | case)
-        model.unit([req])
-        return req.warnings
+        return model.warnings(SCHNELL | case)
 
     assert warnings(local, guidance_scale=2.0, **CFG) == warnings(schnell) == ()
     (cut,) = warnings(local, max_sequence_length=5)
@@ -235,22 +161,13 @@ def test_warnings_for_what_is_cut_and_what_has_no_effect(local: Local, schnell: 
     assert "guidance_scale has no effect" in no_input
 
 
-@pytest.mark.parametrize(
-    ("case", "param"),
-    [
-        ({"width": 72}, "width"),
-        ({"height": 8}, "height"),
-        ({"num_frames": 5}, "num_frames"),
-        ({"max_sequence_length": 513}, "max_sequence_length"),
-        ({"scheduler": "euler"}, "scheduler"),
-        ({"flow_shift": 2.0}, "flow_shift"),
-        ({"clip_skip": 1}, "clip_skip"),
-    ],
-)
-def test_what_the_model_does_not_take_is_refused(local: Local, case: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        local.enter(TINY | case)
-    assert caught.value.param == param
+REFUSED: dict[str, Any] = {"width": 72, "height": 8, "num_frames": 5, "max_sequence_length": 513}
+REFUSED |= {"scheduler": "euler", "flow_shift": 2.0, "clip_skip": 1}
+
+
+@pytest.mark.parametrize(("param", "value"), REFUSED.items())
+def test_what_the_model_does_not_take_is_refused(local: Local, param: str, value: Any) -> None:
+    parity.check_refused(local, TINY | {param: value}, param)
 
 
 def test_defaults_follow_the_kind_of_model(local: Local, schnell: Local, tmp_path: Path) -> None:
@@ -261,33 +178,19 @@ def test_defaults_follow_the_kind_of_model(local: Local, schnell: Local, tmp_pat
     assert "guidance_scale" not in fast
 
 
-def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local, folder: Path) -> None:
-    half = Local.load(folder, "bfloat16")
-    noise = [each.at_step(TINY, 0).latents for each in (local, half)]
-    assert noise[0] is not None
-    assert noise[1] is not None
-    assert torch.equal(noise[0], noise[1])
-    pixels = [torch.from_numpy(each.pixels(TINY)[0]).float() for each in (local, half)]
-    other = torch.from_numpy(local.pixels(TINY | {"seed": 999})[0]).float()
-    assert (pixels[0] - pixels[1]).abs().mean() < 0.2 * (pixels[0] - other).abs().mean()
+def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local) -> None:
+    parity.check_bfloat16(local, TINY)
 
 
 @pytest.mark.slow
-def test_through_a_server_of_two_ranks(oracle: Oracle, folder: Path) -> None:
-    options: dict[str, Any] = {"num_gpus": 2, "device": "cpu", "dtype": "float32", "threads": THREADS}
-    with DiffGenerator.from_pretrained(str(folder), **options) as generator:
+def test_through_a_server_of_two_ranks(oracle: Oracle, local: Local) -> None:
+    cases = [
+        TINY | {"num_inference_steps": 8},
+        TINY | CFG | {"seed": 40, "num_inference_steps": 5, "guidance_scale": 1.0, "n": 2},
+        TINY | {"seed": 50, "width": 96, "num_inference_steps": 3},
+    ]
+    with parity.serve(local.folder, num_gpus=2) as generator:
         assert generator.model.family == "flux"
-        cases = [
-            TINY | {"num_inference_steps": 8},
-            TINY | CFG | {"seed": 40, "num_inference_steps": 5, "guidance_scale": 1.0, "n": 2},
-            TINY | {"seed": 50, "width": 96, "num_inference_steps": 3},
-        ]
-        handles = [generator.submit(**case) for case in cases]
-        for case, handle, reference in zip(cases, handles, oracle.run_all(folder, cases), strict=True):
-            assert level_difference(handle.result(60).pixels, reference.pixels) <= MAX_LEVELS
-            other = generator.generate(**case | {"seed": 1}).pixels
-            assert level_difference(other, reference.pixels) >= MIN_MOVE
-        latents = generator.generate(**cases[1], output_type="latent").latents
-        # Packed, as diffusers' output_type="latent".
-        assert tuple(latents.shape) == (2, 4 * 4, 4 * CHANNELS)
-        assert relative_difference(latents, oracle.run(folder, cases[1]).latents) <= MAX_RELATIVE
+        references = oracle.run_all(local.folder, cases)
+        parity.check_served(generator, cases, references)
+        parity.check_served_latents(generator, cases[1], references[1], (2, 4 * 4, 4 * CHANNELS))  # packed

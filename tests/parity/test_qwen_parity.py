@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
-from oracle import THREADS, Oracle, level_difference, relative_difference
-from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, check, check_shared_forwards, forwards
+from oracle import Oracle
+from parity import Local
 from tiny_qwen import CHANNELS, make_tiny_qwen_image
 
-from diffgen import DiffGenerator
-from diffgen.errors import InvalidRequest
-from diffgen.request import Update
-from diffgen.worker.worker import fingerprint
-
-TINY = {
-    "prompt": "a red circle on a blue background",
-    "seed": 7,
-    "width": 64,
-    "height": 64,
-    "num_inference_steps": 2,
-    "max_sequence_length": 32,
-}
+TINY = parity.PICTURE | {"num_inference_steps": 2, "max_sequence_length": 32}
 CFG = {"true_cfg_scale": 4.0, "negative_prompt": "a blurry dark photo of a very small dog"}
 LONG = "two small cats and three large dogs moving fast on a green sofa in a bright house " * 4
 
@@ -72,36 +60,13 @@ MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
 }
 
 
-def _params(cases: Mapping[str, Any]) -> list[Any]:
-    return [pytest.param(case, id=name) for name, case in cases.items()]
-
-
-def _controls(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    one = case | {"n": 1}
-    changed: dict[str, dict[str, Any]] = {
-        "prompt": {"prompt": "green star"},
-        "seed": {"seed": case["seed"] // 2 + 1},
-        "true_cfg": CFG | {"true_cfg_scale": 7.0},
-    }
-    return {name: one | change for name, change in changed.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    yield
-    torch.set_num_threads(before)
+def _moves(case: parity.Case) -> dict[str, parity.Case]:
+    return parity.changes(case, true_cfg=CFG | {"true_cfg_scale": 7.0})
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Path) -> Path:
-    return make_tiny_qwen_image(model_folder / "tiny-qwen-image")
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Local:
-    return Local.load(folder)
+def local(model_folder: Path) -> Local:
+    return Local.load(make_tiny_qwen_image(model_folder / "tiny-qwen-image"))
 
 
 def test_the_template_has_the_tokens_that_are_left_out(local: Local) -> None:
@@ -111,22 +76,17 @@ def test_the_template_has_the_tokens_that_are_left_out(local: Local) -> None:
     assert len(pipe.tokenizer(beginning).input_ids) == pipe.prompt_template_encode_start_idx
 
 
-@pytest.mark.parametrize("case", _params(CASES))
-def test_equals_diffusers(oracle: Oracle, local: Local, folder: Path, case: dict[str, Any]) -> None:
-    case = TINY | case
-    pixels, latents = local.pixels(case)
-    controls = {name: local.pixels(control)[0] for name, control in _controls(case).items()}
-    check(oracle.run(folder, case), pixels, latents, controls)
+@pytest.mark.parametrize("case", parity.params(CASES))
+def test_equals_diffusers(oracle: Oracle, local: Local, case: dict[str, Any]) -> None:
+    parity.check_equal(oracle, local, TINY | case, _moves)
 
 
-@pytest.mark.parametrize("mix", _params(MIXES))
-def test_shared_forwards_equal_each_alone(
-    oracle: Oracle, local: Local, folder: Path, mix: list[tuple[dict[str, Any], int]]
-) -> None:
-    check_shared_forwards(local, oracle, folder, [(TINY | case, step) for case, step in mix])
+@pytest.mark.parametrize("mix", parity.params(MIXES))
+def test_shared_forwards_equal_each_alone(oracle: Oracle, local: Local, mix: parity.Mix) -> None:
+    parity.check_shared_forwards(oracle, local, TINY, mix, unit=1e-3)
 
 
-def test_texts_of_other_lengths_share_steps_and_equal_each_alone(oracle: Oracle, local: Local, folder: Path) -> None:
+def test_texts_of_other_lengths_share_steps_and_equal_each_alone(oracle: Oracle, local: Local) -> None:
     cases = [
         TINY | {"num_inference_steps": 6},
         TINY | CFG | {"num_inference_steps": 4, "seed": 9, "n": 2},
@@ -135,21 +95,18 @@ def test_texts_of_other_lengths_share_steps_and_equal_each_alone(oracle: Oracle,
     ]
     reqs = [local.at_step(case, step) for case, step in zip(cases, (2, 0, 1, 0), strict=True)]
     assert len({local.denoise.batch_key(req) for req in reqs}) == 1
-    with forwards(local.pipeline.pipe.transformer) as seen:
+    with parity.forwards(local.denoiser) as seen:
         while all(local.pipeline.stages[req.stage] is local.denoise for req in reqs):
             local.unit(reqs)
     # Of equal length: the first two prompts; "a cat" and "a dog"; the two negative prompts have others.
-    assert sorted(seen[:4]) == [1, 2, 2, 3]
-    for case, req, reference in zip(cases, reqs, oracle.run_all(folder, cases), strict=True):
-        pixels, latents = local.finish(req)
-        check(reference, pixels, latents, {"seed": local.pixels(case | {"seed": 1, "n": 1})[0]})
+    assert sorted(len(each) for each in seen[:4]) == [1, 2, 2, 3]
+    parity.check_finished(oracle, local, cases, reqs)
 
 
 @pytest.mark.parametrize("change", [{"width": 96}, {"width": 32, "height": 128}])
 def test_other_sizes_do_not_share_a_forward(local: Local, change: dict[str, Any]) -> None:
     """Also where the number of tokens is the same: their places differ."""
-    keys = {local.denoise.batch_key(local.at_step(case, 0)) for case in (TINY, TINY | change)}
-    assert len(keys) == 2
+    parity.check_keys_differ(local, TINY, TINY | change)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +119,7 @@ def test_other_sizes_do_not_share_a_forward(local: Local, change: dict[str, Any]
     ],
 )
 def test_rows_of_a_step(local: Local, case: dict[str, Any], rows: list[int]) -> None:
-    with forwards(local.pipeline.pipe.transformer) as seen:
-        local.pixels(TINY | case | {"n": 3})
-    assert seen == rows * 2
+    parity.check_rows(local, TINY | case | {"n": 3}, rows * 2)
 
 
 def test_guidance_keeps_the_length_of_each_tokens_prediction(local: Local) -> None:
@@ -176,27 +131,16 @@ def test_guidance_keeps_the_length_of_each_tokens_prediction(local: Local) -> No
 
 
 def test_image_i_is_a_run_with_seed_plus_i(local: Local) -> None:
-    together = local.pixels(TINY | {"n": 3})[0]
-    for index in range(3):
-        alone = local.pixels(TINY | {"seed": 7 + index})[0]
-        assert level_difference(together[index : index + 1], alone) <= MAX_LEVELS
-    assert level_difference(together[:1], together[1:2]) >= MIN_MOVE
+    parity.check_seeds(local, TINY)
 
 
 def test_a_unit_changes_no_request(local: Local) -> None:
-    req = local.enter(TINY | CFG | {"num_inference_steps": 3})
-    while req.stage < len(local.pipeline.stages):
-        first, second = (local.executor.run(local.pipeline.stages[req.stage], [req])[0] for _ in range(2))
-        assert type(first) is type(second) is Update
-        assert fingerprint(first) == fingerprint(second)
-        local.unit([req])
+    parity.check_units(local, TINY | CFG | {"num_inference_steps": 3}, 3 + 3 + 1)
 
 
 def test_warnings_for_what_is_cut_and_what_has_no_effect(local: Local) -> None:
     def warnings(**case: Any) -> tuple[str, ...]:
-        req = local.enter(TINY | case)
-        local.unit([req])
-        return req.warnings
+        return local.warnings(TINY | case)
 
     assert warnings() == warnings(**CFG) == ()
     (cut,) = warnings(max_sequence_length=4)
@@ -218,50 +162,28 @@ def test_warnings_for_what_is_cut_and_what_has_no_effect(local: Local) -> None:
     assert "guidance_scale has no effect" in no_input
 
 
-@pytest.mark.parametrize(
-    ("case", "param"),
-    [
-        ({"width": 72}, "width"),
-        ({"height": 8}, "height"),
-        ({"num_frames": 5}, "num_frames"),
-        ({"num_inference_steps": 1}, "num_inference_steps"),
-        ({"max_sequence_length": 1025}, "max_sequence_length"),
-        ({"scheduler": "euler"}, "scheduler"),
-        ({"flow_shift": 2.0}, "flow_shift"),
-    ],
-)
-def test_what_the_model_does_not_take_is_refused(local: Local, case: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        local.enter(TINY | case)
-    assert caught.value.param == param
+REFUSED: dict[str, Any] = {"width": 72, "height": 8, "num_frames": 5, "num_inference_steps": 1}
+REFUSED |= {"max_sequence_length": 1025, "scheduler": "euler", "flow_shift": 2.0}
 
 
-def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local, folder: Path) -> None:
-    half = Local.load(folder, "bfloat16")
-    noise = [each.at_step(TINY, 0).latents for each in (local, half)]
-    assert noise[0] is not None
-    assert noise[1] is not None
-    assert torch.equal(noise[0], noise[1])
-    pixels = [torch.from_numpy(each.pixels(TINY)[0]).float() for each in (local, half)]
-    other = torch.from_numpy(local.pixels(TINY | {"seed": 999})[0]).float()
-    assert (pixels[0] - pixels[1]).abs().mean() < 0.2 * (pixels[0] - other).abs().mean()
+@pytest.mark.parametrize(("param", "value"), REFUSED.items())
+def test_what_the_model_does_not_take_is_refused(local: Local, param: str, value: Any) -> None:
+    parity.check_refused(local, TINY | {param: value}, param)
+
+
+def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local) -> None:
+    parity.check_bfloat16(local, TINY)
 
 
 @pytest.mark.slow
-def test_through_the_server(oracle: Oracle, folder: Path) -> None:
-    with DiffGenerator.from_pretrained(str(folder), device="cpu", dtype="float32", threads=THREADS) as generator:
+def test_through_the_server(oracle: Oracle, local: Local) -> None:
+    cases = [
+        TINY | {"num_inference_steps": 8},
+        TINY | CFG | {"seed": 40, "num_inference_steps": 5, "n": 2},
+        TINY | {"seed": 50, "width": 96, "num_inference_steps": 3},
+    ]
+    with parity.serve(local.folder) as generator:
         assert generator.model.family == "qwen-image"
-        cases = [
-            TINY | {"num_inference_steps": 8},
-            TINY | CFG | {"seed": 40, "num_inference_steps": 5, "n": 2},
-            TINY | {"seed": 50, "width": 96, "num_inference_steps": 3},
-        ]
-        handles = [generator.submit(**case) for case in cases]
-        for case, handle, reference in zip(cases, handles, oracle.run_all(folder, cases), strict=True):
-            assert level_difference(handle.result(60).pixels, reference.pixels) <= MAX_LEVELS
-            other = generator.generate(**case | {"seed": 1}).pixels
-            assert level_difference(other, reference.pixels) >= MIN_MOVE
-        latents = generator.generate(**cases[1], output_type="latent").latents
-        # Packed, as diffusers' output_type="latent".
-        assert tuple(latents.shape) == (2, 4 * 4, 4 * CHANNELS)
-        assert relative_difference(latents, oracle.run(folder, cases[1]).latents) <= MAX_RELATIVE
+        references = oracle.run_all(local.folder, cases)
+        parity.check_served(generator, cases, references)
+        parity.check_served_latents(generator, cases[1], references[1], (2, 4 * 4, 4 * CHANNELS))  # packed

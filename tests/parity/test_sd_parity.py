@@ -6,32 +6,21 @@ Schedulers are given to diffusers as its pages have it: ``from_config`` of the f
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
-import torch
 from diffusers import UNet2DConditionModel
-from oracle import THREADS, Oracle, level_difference, relative_difference
-from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, check, check_shared_forwards, forwards
+from oracle import Oracle, level_difference, relative_difference
+from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local
 from tiny_sd import TEXT_LAYERS, make_tiny_sd, make_tiny_sd_checked, make_tiny_sd_v, make_tiny_sdxl
 
-from diffgen import DiffGenerator
 from diffgen.errors import InvalidRequest, ModelError
-from diffgen.request import Update
 from diffgen.worker.context import StageError
-from diffgen.worker.worker import fingerprint
 from stages.schedulers import NOISE_SCHEDULERS
 
-TINY = {
-    "prompt": "a red circle on a blue background",
-    "seed": 7,
-    "width": 64,
-    "height": 64,
-    "num_inference_steps": 4,
-    "guidance_scale": 4.0,
-}
+TINY = parity.PICTURE | {"num_inference_steps": 4, "guidance_scale": 4.0}
 # diffusers' own, of schedulers that mix tensors and numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
 
@@ -80,106 +69,63 @@ MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
 MODELS = {"sd": make_tiny_sd, "sd-v": make_tiny_sd_v, "sdxl": make_tiny_sdxl}
 
 
-def _params(cases: Mapping[str, Any]) -> list[Any]:
-    return [pytest.param(case, id=name) for name, case in cases.items()]
-
-
-def _controls(local: Local, case: dict[str, Any]) -> dict[str, Any]:
-    """One output with another prompt, guidance or seed."""
-    changed: dict[str, dict[str, Any]] = {
-        "prompt": {"prompt": "green star"},
-        "guidance": {"guidance_scale": 8.0},
-        "seed": {"seed": case["seed"] // 2 + 1},
-    }
-    return {name: local.pixels(case | {"n": 1} | change)[0] for name, change in changed.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    yield
-    torch.set_num_threads(before)
+def _moves(case: parity.Case) -> dict[str, parity.Case]:
+    return parity.changes(case, guidance={"guidance_scale": 8.0})
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, model_folder: Path) -> Path:
-    return MODELS[request.param](model_folder / f"tiny-{request.param}")
+def local(request: pytest.FixtureRequest, model_folder: Path) -> Local:
+    return Local.load(MODELS[request.param](model_folder / f"tiny-{request.param}"))
 
 
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Local:
-    return Local.load(folder)
-
-
-@pytest.mark.parametrize("case", _params(CASES))
-def test_equals_diffusers(oracle: Oracle, local: Local, folder: Path, case: dict[str, Any]) -> None:
-    case = TINY | case
-    pixels, latents = local.pixels(case)
-    check(oracle.run(folder, case), pixels, latents, _controls(local, case))
+@pytest.mark.parametrize("case", parity.params(CASES))
+def test_equals_diffusers(oracle: Oracle, local: Local, case: dict[str, Any]) -> None:
+    parity.check_equal(oracle, local, TINY | case, _moves)
 
 
 @pytest.mark.parametrize("name", NOISE_SCHEDULERS)
-def test_schedulers_equal_diffusers(oracle: Oracle, local: Local, folder: Path, name: str) -> None:
+def test_schedulers_equal_diffusers(oracle: Oracle, local: Local, name: str) -> None:
     kind, settings = NOISE_SCHEDULERS[name]
-    for steps in (1, 2, 8) if folder.name == "tiny-sd" else (5,):
-        case = TINY | {"num_inference_steps": steps, "n": 2}
-        pixels, latents = local.pixels(case | {"scheduler": name})
-        seed = local.pixels(case | {"scheduler": name, "seed": 3, "n": 1})[0]
-        theirs = case | {"scheduler": kind, "scheduler_options": settings}
-        check(oracle.run(folder, theirs), pixels, latents, {"seed": seed})
+    for steps in (1, 2, 8) if local.folder.name == "tiny-sd" else (5,):
+        case = TINY | {"num_inference_steps": steps, "n": 2, "scheduler": name}
+        told = {"scheduler": kind, "scheduler_options": settings}
+        parity.check_equal(oracle, local, case, lambda _: {"seed": {"seed": 3}}, told)
 
 
-def test_schedulers_by_class_have_the_settings_of_the_folder(oracle: Oracle, local: Local, folder: Path) -> None:
+def test_schedulers_by_class_have_the_settings_of_the_folder(oracle: Oracle, local: Local) -> None:
     names = [name for name in local.pipeline.spec.schedulers if name.endswith("Scheduler")]
     assert set(names) == {kind for kind, _ in NOISE_SCHEDULERS.values()}
     cases = [TINY | {"scheduler": name, "num_inference_steps": 3} for name in names]
-    for case, reference in zip(cases, oracle.run_all(folder, cases), strict=True):
-        pixels, latents = local.pixels(case)
-        check(reference, pixels, latents, {})
+    for case, reference in zip(cases, oracle.run_all(local.folder, cases), strict=True):
+        parity.check(reference, *local.pixels(case), {})
 
 
 def test_samplers_with_noise_keep_each_output_apart(local: Local) -> None:
     for name in ("euler_a", "ddpm", "dpm++_sde", "dpm2_a"):
-        case = TINY | {"scheduler": name}
-        together = local.pixels(case | {"n": 3})[0]
-        for index in range(3):
-            alone = local.pixels(case | {"seed": TINY["seed"] + index})[0]  # type: ignore[operator]
-            assert level_difference(together[index : index + 1], alone) <= MAX_LEVELS
+        parity.check_seeds(local, TINY | {"scheduler": name})
 
 
-@pytest.mark.parametrize("mix", _params(MIXES))
-def test_shared_forwards_equal_each_alone(
-    oracle: Oracle, local: Local, folder: Path, mix: list[tuple[dict[str, Any], int]]
-) -> None:
-    check_shared_forwards(local, oracle, folder, [(TINY | case, step) for case, step in mix])
+@pytest.mark.parametrize("mix", parity.params(MIXES))
+def test_shared_forwards_equal_each_alone(oracle: Oracle, local: Local, mix: parity.Mix) -> None:
+    parity.check_shared_forwards(oracle, local, TINY, mix)
 
 
 @pytest.mark.parametrize(("guidance", "rows"), [(4.0, 2), (1.0, 1), (0.0, 1)])
 def test_rows_of_a_step(local: Local, guidance: float, rows: int) -> None:
-    with forwards(local.denoiser) as seen:
-        local.pixels(TINY | {"guidance_scale": guidance, "n": 3, "scheduler": "heun"})
-    assert seen == [rows * 3] * (2 * 4 - 1)
+    case = TINY | {"guidance_scale": guidance, "n": 3, "scheduler": "heun"}
+    parity.check_rows(local, case, [rows * 3] * (2 * 4 - 1))
 
 
 @pytest.mark.parametrize("name", ["pndm", "euler_a", "unipc", "heun"])
 def test_a_unit_changes_no_request(local: Local, name: str) -> None:
-    req = local.enter(TINY | {"num_inference_steps": 3, "n": 2, "scheduler": name})
-    steps, units = {"pndm": 4, "heun": 5}.get(name, 3), 0
-    while req.stage < len(local.pipeline.stages):
-        first, second = (local.executor.run(local.pipeline.stages[req.stage], [req])[0] for _ in range(2))
-        assert type(first) is type(second) is Update
-        assert fingerprint(first) == fingerprint(second)
-        local.unit([req])
-        units += 1
-    assert units == 3 + steps + 2  # an image a unit of the decode
+    steps = {"pndm": 4, "heun": 5}.get(name, 3)
+    # An image a unit of the decode.
+    parity.check_units(local, TINY | {"num_inference_steps": 3, "n": 2, "scheduler": name}, 3 + steps + 2)
 
 
 def test_cut_texts_are_named_with_what_is_lost(local: Local) -> None:
     def warnings(**case: Any) -> tuple[str, ...]:
-        req = local.enter(TINY | case)
-        local.unit([req])
-        return req.warnings
+        return local.warnings(TINY | case)
 
     assert warnings() == ()
     # A character a token, without the spaces; 75 of them beside the two that stand around a text.
@@ -193,22 +139,16 @@ def test_cut_texts_are_named_with_what_is_lost(local: Local) -> None:
     assert unread.startswith("negative_prompt has no effect")
 
 
-@pytest.mark.parametrize(
-    ("case", "param"),
-    [
-        ({"width": 60}, "width"),
-        ({"num_frames": 5}, "num_frames"),
-        ({"scheduler": "FlowMatchEulerDiscreteScheduler"}, "scheduler"),
-        ({"scheduler": "DPMSolverSDEScheduler"}, "scheduler"),
-        ({"clip_skip": TEXT_LAYERS + 1}, "clip_skip"),
-        ({"flow_shift": 2.0}, "flow_shift"),
-        ({"max_sequence_length": 40}, "max_sequence_length"),
-    ],
-)
-def test_what_the_model_does_not_take_is_refused(local: Local, case: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        local.enter(TINY | case)
-    assert caught.value.param == param
+REFUSED: list[tuple[str, Any]] = [
+    *[("width", 60), ("num_frames", 5), ("clip_skip", TEXT_LAYERS + 1), ("flow_shift", 2.0)],
+    *[("scheduler", "FlowMatchEulerDiscreteScheduler"), ("scheduler", "DPMSolverSDEScheduler")],
+    ("max_sequence_length", 40),
+]
+
+
+@pytest.mark.parametrize(("param", "value"), REFUSED)
+def test_what_the_model_does_not_take_is_refused(local: Local, param: str, value: Any) -> None:
+    parity.check_refused(local, TINY | {param: value}, param)
 
 
 def test_the_most_clip_skip_works_and_one_more_is_refused(local: Local) -> None:
@@ -226,32 +166,24 @@ def test_defaults_come_from_the_unet(local: Local) -> None:
     assert defaults["guidance_scale"] == (5.0 if xl else 7.5)
 
 
-def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local, folder: Path) -> None:
-    half = Local.load(folder, "bfloat16")
-    case = TINY | {"num_inference_steps": 2, "guidance_scale": 1.0}
-    noise = [each.at_step(case, 0).latents for each in (local, half)]
-    assert noise[0] is not None
-    assert noise[1] is not None
-    assert torch.equal(noise[0], noise[1])
-    pixels = [torch.from_numpy(each.pixels(case)[0]).float() for each in (local, half)]
-    other = torch.from_numpy(local.pixels(case | {"seed": 999})[0]).float()
-    assert (pixels[0] - pixels[1]).abs().mean() < 0.3 * (pixels[0] - other).abs().mean()
+def test_bfloat16_has_the_noise_and_the_picture_of_float32(local: Local) -> None:
+    parity.check_bfloat16(local, TINY | {"num_inference_steps": 2, "guidance_scale": 1.0}, 0.3)
 
 
-def test_a_schedule_that_diffusers_cannot_make_is_refused(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+def test_a_schedule_that_diffusers_cannot_make_is_refused(local: Local, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(local.folder, tmp_path / "model"))
     path = copy / "scheduler" / "scheduler_config.json"
     path.write_text(path.read_text().replace('"skip_prk_steps": true', '"skip_prk_steps": false'))
-    local = Local.load(copy)
+    changed = Local.load(copy)
     case = TINY | {"scheduler": "pndm", "num_inference_steps": 3}
-    req = local.enter(case)
-    local.unit([req])
-    failed = local.executor.run(local.pipeline.stages[req.stage], [req])[0]
+    req = changed.enter(case)
+    changed.unit([req])
+    failed = changed.executor.run(changed.pipeline.stages[req.stage], [req])[0]
     assert isinstance(failed, StageError)
     assert isinstance(failed.error, InvalidRequest)
     assert failed.error.param == "num_inference_steps"
     assert "num_inference_steps 3: PNDMScheduler has no such schedule" in failed.error.message
-    local.pixels(case | {"num_inference_steps": 4})
+    changed.pixels(case | {"num_inference_steps": 4})
 
 
 # The safety checker.
@@ -271,7 +203,7 @@ def test_flagged_pictures_are_black_as_diffusers_has_them(oracle: Oracle, checke
 
     req = checked.enter(case)
     pixels, latents = checked.finish(req)
-    check(reference, pixels, latents, {})
+    parity.check(reference, pixels, latents, {})
     assert [text.partition(" was flagged by the safety checker and is black")[0] for text in req.warnings] == [
         f"output {index} (seed {7 + index})" for index in black
     ]
@@ -283,9 +215,9 @@ def test_flagged_pictures_are_black_as_diffusers_has_them(oracle: Oracle, checke
         assert same == (index not in black)
 
 
-def test_a_model_without_a_safety_checker_says_so(folder: Path) -> None:
+def test_a_model_without_a_safety_checker_says_so(local: Local) -> None:
     with pytest.raises(ModelError, match="has no safety checker"):
-        Local.load(folder, safety_checker=True)
+        Local.load(local.folder, safety_checker=True)
 
 
 def test_what_only_the_safety_checker_needs_may_be_missing(checked_folder: Path, tmp_path: Path) -> None:
@@ -298,8 +230,8 @@ def test_what_only_the_safety_checker_needs_may_be_missing(checked_folder: Path,
         Local.load(folder, safety_checker=True)
 
 
-def test_a_unet_that_takes_guidance_as_an_input_is_refused(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+def test_a_unet_that_takes_guidance_as_an_input_is_refused(local: Local, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(local.folder, tmp_path / "model"))
     config = UNet2DConditionModel.load_config(copy / "unet")
     UNet2DConditionModel.from_config(config, time_cond_proj_dim=8).save_pretrained(copy / "unet")
     with pytest.raises(ModelError, match="time_cond_proj_dim"):
@@ -308,9 +240,7 @@ def test_a_unet_that_takes_guidance_as_an_input_is_refused(folder: Path, tmp_pat
 
 @pytest.mark.slow
 def test_through_the_server(oracle: Oracle, checked_folder: Path) -> None:
-    with DiffGenerator.from_pretrained(
-        str(checked_folder), device="cpu", dtype="float32", threads=THREADS, safety_checker=True
-    ) as generator:
+    with parity.serve(checked_folder, safety_checker=True) as generator:
         assert generator.model.family == "stable-diffusion"
         cases = [
             TINY | {"num_inference_steps": 8, "n": 4},
