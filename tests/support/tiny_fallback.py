@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tiny_models
+import tiny_parts
 
-WORDS = len(tiny_models.WORDS) + 3
-TEXT = tiny_models.TEXT_DIM
-_STILL = {"width": 64, "height": 64, "num_inference_steps": 4}
-_CLIP = _STILL | {"fps": 8}
+TEXT = tiny_parts.TEXT_DIM
+_STILL = tiny_parts.STILL
+_CLIP = tiny_parts.CLIP | {"num_frames": 9}
 
 
 def make_pixart(folder: Path) -> Path:
     """``PixArtSigmaPipeline``: the older kind of callback, DPM++, learned variance."""
     import diffusers
-    import torch
 
-    with tiny_models._seeded(11):
+    with tiny_parts.seeded(11):
         transformer = diffusers.PixArtTransformer2DModel(
             num_attention_heads=2,
             attention_head_dim=16,
@@ -31,26 +30,22 @@ def make_pixart(folder: Path) -> Path:
             use_additional_conditions=False,
         ).eval()
         transformer.caption_projection.linear_2.weight.mul_(8.0)
-        inputs = {"encoder_hidden_states": torch.randn(1, 16, TEXT), "timestep": torch.tensor([500.0])}
-        inputs["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
-        _scale(transformer.proj_out, lambda: transformer(torch.randn(1, 4, 8, 8), **inputs, return_dict=False)[0])
+        _scale(transformer, (4, 8, 8), added_cond_kwargs={"resolution": None, "aspect_ratio": None})
         pipe = diffusers.PixArtSigmaPipeline(
-            tokenizer=tiny_models._tokenizer(),
+            tokenizer=tiny_parts.tokenizer(),
             text_encoder=_t5(),
             vae=_vae(),
             transformer=transformer,
             scheduler=diffusers.DPMSolverMultistepScheduler(),
         )
-    return tiny_models._save(pipe, folder, _STILL | {"guidance_scale": 4.0, "max_sequence_length": 16})
+    return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 4.0, "max_sequence_length": 16})
 
 
 def make_sana(folder: Path) -> Path:
     """``SanaPipeline``: a language model reads the text, a VAE that compresses space by 8."""
     import diffusers
-    import torch
-    import transformers
 
-    with tiny_models._seeded(12):
+    with tiny_parts.seeded(12):
         transformer = diffusers.SanaTransformer2DModel(
             in_channels=4,
             out_channels=4,
@@ -63,8 +58,7 @@ def make_sana(folder: Path) -> Path:
             caption_channels=TEXT,
             sample_size=32,
         ).eval()
-        inputs = {"encoder_hidden_states": torch.randn(1, 16, TEXT), "timestep": torch.tensor([500.0])}
-        _scale(transformer.proj_out, lambda: transformer(torch.randn(1, 4, 8, 8), **inputs, return_dict=False)[0])
+        _scale(transformer, (4, 8, 8))
         vae = diffusers.AutoencoderDC(
             in_channels=3,
             latent_channels=4,
@@ -79,28 +73,15 @@ def make_sana(folder: Path) -> Path:
             decoder_qkv_multiscales=((),) * 4,
             scaling_factor=0.41,
         ).eval()
-        _scale(vae.decoder.conv_out, lambda: vae.decode(torch.randn(1, 4, 8, 8), return_dict=False)[0])
-        config = transformers.Gemma2Config(
-            vocab_size=WORDS,
-            hidden_size=TEXT,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=512,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
+        tiny_parts.scale_vae(vae, (4, 8, 8))
         pipe = diffusers.SanaPipeline(
-            tokenizer=tiny_models._tokenizer(),
-            text_encoder=transformers.Gemma2Model(config).eval(),
+            tokenizer=tiny_parts.tokenizer(),
+            text_encoder=tiny_parts.language_model("Gemma2", num_hidden_layers=2, head_dim=8),
             vae=vae,
             transformer=transformer,
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         )
-    return tiny_models._save(pipe, folder, _STILL | {"guidance_scale": 4.0, "max_sequence_length": 16})
+    return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 4.0, "max_sequence_length": 16})
 
 
 def make_cogvideox(folder: Path) -> Path:
@@ -108,7 +89,7 @@ def make_cogvideox(folder: Path) -> Path:
     import diffusers
     import torch
 
-    with tiny_models._seeded(13):
+    with tiny_parts.seeded(13):
         transformer = diffusers.CogVideoXTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=16,
@@ -123,10 +104,8 @@ def make_cogvideox(folder: Path) -> Path:
             max_text_seq_length=16,
             use_rotary_positional_embeddings=True,
         ).eval()
-        inputs: dict[str, Any] = {"encoder_hidden_states": torch.randn(1, 16, TEXT), "timestep": torch.tensor([500])}
         rope = diffusers.models.embeddings.get_3d_rotary_pos_embed(16, ((0, 0), (4, 4)), (4, 4), 3)
-        inputs["image_rotary_emb"] = rope
-        _scale(transformer.proj_out, lambda: transformer(torch.randn(1, 3, 4, 8, 8), **inputs, return_dict=False)[0])
+        _scale(transformer, (3, 4, 8, 8), timestep=torch.tensor([500]), image_rotary_emb=rope)
         vae = diffusers.AutoencoderKLCogVideoX(
             down_block_types=("CogVideoXDownBlock3D",) * 4,
             up_block_types=("CogVideoXUpBlock3D",) * 4,
@@ -136,15 +115,15 @@ def make_cogvideox(folder: Path) -> Path:
             norm_num_groups=2,
             temporal_compression_ratio=4,
         ).eval()
-        _scale(vae.decoder.conv_out.conv, lambda: vae.decode(torch.randn(1, 4, 3, 8, 8), return_dict=False)[0])
+        tiny_parts.scale_vae(vae, (4, 3, 8, 8))
         pipe = diffusers.CogVideoXPipeline(
-            tokenizer=tiny_models._tokenizer(),
+            tokenizer=tiny_parts.tokenizer(),
             text_encoder=_t5(),
             vae=vae,
             transformer=transformer,
             scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True),
         )
-    return tiny_models._save(pipe, folder, _CLIP | {"num_frames": 9, "guidance_scale": 4.0, "max_sequence_length": 16})
+    return tiny_parts.save(pipe, folder, _CLIP | {"guidance_scale": 4.0, "max_sequence_length": 16})
 
 
 def make_ltx(folder: Path) -> Path:
@@ -152,7 +131,7 @@ def make_ltx(folder: Path) -> Path:
     import diffusers
     import torch
 
-    with tiny_models._seeded(14):
+    with tiny_parts.seeded(14):
         transformer = diffusers.LTXVideoTransformer3DModel(
             in_channels=8,
             out_channels=8,
@@ -165,9 +144,7 @@ def make_ltx(folder: Path) -> Path:
             caption_channels=TEXT,
         ).eval()
         transformer.caption_projection.linear_2.weight.mul_(4.0)
-        inputs: dict[str, Any] = {"encoder_hidden_states": torch.randn(1, 16, TEXT), "timestep": torch.tensor([500.0])}
-        inputs |= {"encoder_attention_mask": torch.ones(1, 16), "num_frames": 2, "height": 4, "width": 4}
-        _scale(transformer.proj_out, lambda: transformer(torch.randn(1, 32, 8), **inputs, return_dict=False)[0])
+        _scale(transformer, (32, 8), encoder_attention_mask=torch.ones(1, 16), num_frames=2, height=4, width=4)
         vae = diffusers.AutoencoderKLLTXVideo(
             in_channels=3,
             out_channels=3,
@@ -187,15 +164,15 @@ def make_ltx(folder: Path) -> Path:
             encoder_causal=True,
             decoder_causal=False,
         ).eval()
-        _scale(vae.decoder.conv_out.conv, lambda: vae.decode(torch.randn(1, 8, 3, 16, 16), return_dict=False)[0])
+        tiny_parts.scale_vae(vae, (8, 3, 16, 16))
         pipe = diffusers.LTXPipeline(
-            tokenizer=tiny_models._tokenizer(),
+            tokenizer=tiny_parts.tokenizer(),
             text_encoder=_t5(),
             vae=vae,
             transformer=transformer,
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         )
-    return tiny_models._save(pipe, folder, _CLIP | {"num_frames": 9, "guidance_scale": 3.0, "max_sequence_length": 16})
+    return tiny_parts.save(pipe, folder, _CLIP | {"guidance_scale": 3.0, "max_sequence_length": 16})
 
 
 def make_sd3(folder: Path) -> Path:
@@ -203,7 +180,7 @@ def make_sd3(folder: Path) -> Path:
     import diffusers
     import torch
 
-    with tiny_models._seeded(15):
+    with tiny_parts.seeded(15):
         transformer = diffusers.SD3Transformer2DModel(
             sample_size=8,
             patch_size=2,
@@ -218,13 +195,12 @@ def make_sd3(folder: Path) -> Path:
             pos_embed_max_size=16,
         ).eval()
         transformer.context_embedder.weight.mul_(4.0)
-        inputs = {"encoder_hidden_states": torch.randn(1, 93, 2 * TEXT), "pooled_projections": torch.randn(1, 2 * TEXT)}
-        inputs["timestep"] = torch.tensor([500.0])
-        _scale(transformer.proj_out, lambda: transformer(torch.randn(1, 4, 8, 8), **inputs, return_dict=False)[0])
+        text, pooled = torch.randn(1, 93, 2 * TEXT), torch.randn(1, 2 * TEXT)
+        _scale(transformer, (4, 8, 8), encoder_hidden_states=text, pooled_projections=pooled)
         pipe = diffusers.StableDiffusion3Pipeline(
             tokenizer=_clip_tokenizer(),
             tokenizer_2=_clip_tokenizer(),
-            tokenizer_3=tiny_models._tokenizer(),
+            tokenizer_3=tiny_parts.tokenizer(),
             text_encoder=_clip(),
             text_encoder_2=_clip(),
             text_encoder_3=_t5(2 * TEXT),
@@ -232,7 +208,7 @@ def make_sd3(folder: Path) -> Path:
             transformer=transformer,
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         )
-    return tiny_models._save(pipe, folder, _STILL | {"guidance_scale": 5.0, "max_sequence_length": 16})
+    return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 5.0, "max_sequence_length": 16})
 
 
 def make_kandinsky(folder: Path) -> Path:
@@ -241,7 +217,7 @@ def make_kandinsky(folder: Path) -> Path:
     import torch
     import transformers
 
-    with tiny_models._seeded(16):
+    with tiny_parts.seeded(16):
         prior = diffusers.PriorTransformer(
             num_attention_heads=2,
             attention_head_dim=12,
@@ -282,7 +258,9 @@ def make_kandinsky(folder: Path) -> Path:
             vq_embed_dim=4,
         ).eval()
         latents = torch.randn(1, 4, 8, 8)
-        _scale(movq.decoder.conv_out, lambda: movq.decode(latents, force_not_quantize=True)["sample"])
+        tiny_parts.scale_output(
+            movq.decoder.conv_out, lambda: movq.decode(latents, force_not_quantize=True)["sample"], 0.8
+        )
         image = transformers.CLIPVisionConfig(
             hidden_size=TEXT,
             image_size=32,
@@ -308,59 +286,30 @@ def make_kandinsky(folder: Path) -> Path:
             ),
             prior_image_processor=processor,
         )
-    return tiny_models._save(pipe, folder, _STILL | {"guidance_scale": 4.0})
+    return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 4.0})
 
 
-def _scale(layer: Any, run: Any) -> None:
-    tiny_models._scale_output(layer, run, std=0.8)
+def _scale(transformer: Any, shape: Sequence[int], **inputs: Any) -> None:
+    import torch
+
+    if "encoder_hidden_states" not in inputs:
+        inputs["encoder_hidden_states"] = torch.randn(1, 16, TEXT)
+    inputs = {"timestep": torch.tensor([500.0]), "hidden_states": torch.randn(1, *shape)} | inputs
+    tiny_parts.scale_denoiser(transformer, inputs, std=0.8)
 
 
 def _t5(width: int = TEXT) -> Any:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=WORDS, d_model=width, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
-    )
-    return transformers.T5EncoderModel(config).eval()
+    return tiny_parts.t5(d_model=width, feed_forward_proj="relu")
 
 
 def _clip_tokenizer() -> Any:
-    """CLIP's length."""
-    tokenizer = tiny_models._tokenizer()
-    tokenizer.model_max_length = 77
-    return tokenizer
+    """T5's special tokens, CLIP's length."""
+    return tiny_parts.tokenizer(length=77)
 
 
 def _clip() -> Any:
-    import transformers
-
-    config = transformers.CLIPTextConfig(
-        vocab_size=WORDS,
-        hidden_size=TEXT,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        projection_dim=TEXT,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
-    return transformers.CLIPTextModelWithProjection(config).eval()
+    return tiny_parts.clip("CLIPTextModelWithProjection", num_hidden_layers=3)
 
 
-def _vae(**config: Any) -> Any:
-    """Compresses space by 8."""
-    import diffusers
-    import torch
-
-    vae = diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[8, 8, 8, 8],
-        norm_num_groups=4,
-        latent_channels=4,
-        **config,
-    ).eval()
-    _scale(vae.decoder.conv_out, lambda: vae.decode(torch.randn(1, 4, 8, 8), return_dict=False)[0])
-    return vae
+def _vae(**settings: Any) -> Any:
+    return tiny_parts.image_vae(block_out_channels=(8, 8, 8, 8), **settings)

@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tiny_models
+import tiny_parts
 
 CHANNELS = 8  # of the VAE's latents; the transformer sees 2 x 2 of them a token
-DEFAULTS = {
-    "width": 64,
-    "height": 64,
-    "num_inference_steps": 4,
-    "true_cfg_scale": 4.0,
-    "max_sequence_length": 32,
-}
+DEFAULTS = tiny_parts.STILL | {"true_cfg_scale": 4.0, "max_sequence_length": 32}
 
 
 def make_tiny_qwen_image(folder: Path, *, seed: int = 20, heads: int = 4, layers: int = 2) -> Path:
@@ -25,9 +19,10 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 20, heads: int = 4, layers
     """
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 
-    with tiny_models._seeded(seed):
+    with tiny_parts.seeded(seed):
         tokenizer = _tokenizer()
-        text_encoder, vae = _text_encoder(len(tokenizer)), _vae()
+        text_encoder = _text_encoder(len(tokenizer))
+        vae = tiny_parts.causal_vae("AutoencoderKLQwenImage", std=0.5, frames=1)
         transformer = _transformer(heads, layers)
     # A short base length, so that the small pictures of tests differ in their shift.
     scheduler = FlowMatchEulerDiscreteScheduler(
@@ -41,7 +36,7 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 20, heads: int = 4, layers
     pipe = QwenImagePipeline(
         scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer
     )
-    return tiny_models._save(pipe, folder, DEFAULTS)
+    return tiny_parts.save(pipe, folder, DEFAULTS)
 
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -57,7 +52,7 @@ def _tokenizer() -> Any:
     import transformers
 
     qwen = transformers.Qwen2Tokenizer()
-    words = f"{_TEMPLATE} {' '.join(tiny_models.WORDS)}".replace(",", " ,").replace(":", " :").split()
+    words = f"{_TEMPLATE} {' '.join(tiny_parts.WORDS)}".replace(",", " ,").replace(":", " :").split()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=2000, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -78,7 +73,7 @@ def _text_encoder(vocab_size: int) -> Any:
     config = transformers.Qwen2_5_VLConfig(
         text_config={
             "vocab_size": vocab_size,
-            "hidden_size": tiny_models.TEXT_DIM,
+            "hidden_size": tiny_parts.TEXT_DIM,
             "intermediate_size": 64,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
@@ -96,7 +91,7 @@ def _text_encoder(vocab_size: int) -> Any:
             "hidden_size": 16,
             "intermediate_size": 16,
             "num_heads": 2,
-            "out_hidden_size": tiny_models.TEXT_DIM,
+            "out_hidden_size": tiny_parts.TEXT_DIM,
             "fullatt_block_indexes": [0],
         },
         # Beyond the vocabulary: no text has a picture's token.
@@ -106,24 +101,6 @@ def _text_encoder(vocab_size: int) -> Any:
         vision_end_token_id=vocab_size + 4,
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
-
-
-def _vae() -> Any:
-    import torch
-    from diffusers import AutoencoderKLQwenImage
-
-    vae = AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=CHANNELS,
-        dim_mult=[1, 2, 2, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.1 * (index - CHANNELS / 2) for index in range(CHANNELS)],
-        latents_std=[0.6 + 0.1 * index for index in range(CHANNELS)],
-    ).eval()
-    latents = torch.randn(1, CHANNELS, 1, 8, 8)
-    tiny_models._scale_output(vae.decoder.conv_out, lambda: vae.decode(latents, return_dict=False)[0], std=0.5)
-    return vae
 
 
 def _transformer(heads: int, layers: int) -> Any:
@@ -136,14 +113,13 @@ def _transformer(heads: int, layers: int) -> Any:
         num_layers=layers,
         attention_head_dim=16,
         num_attention_heads=heads,
-        joint_attention_dim=tiny_models.TEXT_DIM,
+        joint_attention_dim=tiny_parts.TEXT_DIM,
         axes_dims_rope=(4, 6, 6),
     ).eval()
     inputs = {
         "hidden_states": torch.randn(1, 16, 4 * CHANNELS),
-        "encoder_hidden_states": torch.randn(1, 16, tiny_models.TEXT_DIM),
+        "encoder_hidden_states": torch.randn(1, 16, tiny_parts.TEXT_DIM),
         "timestep": torch.tensor([0.5]),
         "img_shapes": [[(1, 4, 4)]],
     }
-    tiny_models._scale_output(model.proj_out, lambda: model(**inputs, return_dict=False)[0], std=1.0)
-    return model
+    return tiny_parts.scale_denoiser(model, inputs)

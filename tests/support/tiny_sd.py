@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tiny_models
+import tiny_parts
 
 CHANNELS = 4
-TEXT_DIM = 32
 TEXT_LAYERS = 3
-DEFAULTS = {"width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 4.0}
+DEFAULTS = tiny_parts.STILL | {"guidance_scale": 4.0}
 # As published with SD 1.x, 2.x and SDXL; what a class has no use for waits in its folder for one that has.
 _BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 _BETAS |= {"clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True}
@@ -18,7 +17,7 @@ _BETAS |= {"clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": Tr
 
 def make_tiny_sd(folder: Path, *, seed: int = 20) -> Path:
     """Like SD 1.5: noise prediction, PNDM; without a safety checker."""
-    return tiny_models._save(_sd(seed), folder, DEFAULTS)
+    return tiny_parts.save(_sd(seed), folder, DEFAULTS)
 
 
 def make_tiny_sd_checked(folder: Path, *, seed: int = 20) -> Path:
@@ -26,7 +25,7 @@ def make_tiny_sd_checked(folder: Path, *, seed: int = 20) -> Path:
     import torch
 
     pipe = _sd(seed)
-    with tiny_models._seeded(seed + 100):
+    with tiny_parts.seeded(seed + 100):
         checker, extractor = _safety_checker()
         pipe.set_progress_bar_config(disable=True)
         generators = [torch.Generator("cpu").manual_seed(index) for index in range(6)]
@@ -38,7 +37,7 @@ def make_tiny_sd_checked(folder: Path, *, seed: int = 20) -> Path:
         checker.concept_embeds_weights[0] = likeness.median() - 0.002
         checker.special_care_embeds_weights.fill_(2.0)
     pipe.register_modules(safety_checker=checker, feature_extractor=extractor)
-    return tiny_models._save(pipe, folder, DEFAULTS)
+    return tiny_parts.save(pipe, folder, DEFAULTS)
 
 
 def make_tiny_sd_v(folder: Path, *, seed: int = 21) -> Path:
@@ -47,20 +46,20 @@ def make_tiny_sd_v(folder: Path, *, seed: int = 21) -> Path:
 
     scheduler = DDIMScheduler.from_config({**_BETAS, "prediction_type": "v_prediction"})
     unet = {"attention_head_dim": (2, 4), "use_linear_projection": True}
-    return tiny_models._save(_sd(seed, scheduler, **unet), folder, DEFAULTS)
+    return tiny_parts.save(_sd(seed, scheduler, **unet), folder, DEFAULTS)
 
 
 def make_tiny_sdxl(folder: Path, *, seed: int = 22) -> Path:
     """Like SDXL base: two encoders, pooled text and sizes, Euler; an empty negative prompt is zeros."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
-    with tiny_models._seeded(seed):
+    with tiny_parts.seeded(seed):
         encoders = _clip("CLIPTextModel"), _clip("CLIPTextModelWithProjection")
         vae = _vae()
         sizes = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
         unet = _unet(
-            cross_attention_dim=2 * TEXT_DIM,
-            projection_class_embeddings_input_dim=6 * 8 + TEXT_DIM,
+            cross_attention_dim=2 * tiny_parts.TEXT_DIM,
+            projection_class_embeddings_input_dim=6 * 8 + tiny_parts.TEXT_DIM,
             transformer_layers_per_block=(1, 2),
             use_linear_projection=True,
             **sizes,
@@ -74,13 +73,13 @@ def make_tiny_sdxl(folder: Path, *, seed: int = 22) -> Path:
         unet=unet,
         scheduler=EulerDiscreteScheduler.from_config({**_BETAS, "timestep_spacing": "leading"}),
     )
-    return tiny_models._save(pipe, folder, DEFAULTS)
+    return tiny_parts.save(pipe, folder, DEFAULTS)
 
 
 def _sd(seed: int, scheduler: Any = None, **unet_options: Any) -> Any:
     from diffusers import PNDMScheduler, StableDiffusionPipeline
 
-    with tiny_models._seeded(seed):
+    with tiny_parts.seeded(seed):
         text_encoder, vae, unet = _clip("CLIPTextModel"), _vae(), _unet(**unet_options)
     return StableDiffusionPipeline(
         vae=vae,
@@ -107,21 +106,8 @@ def _tokenizer(pad_token: str = "<|endoftext|>") -> Any:
 
 
 def _clip(kind: str) -> Any:
-    import transformers
-
-    config = transformers.CLIPTextConfig(
-        vocab_size=514,
-        hidden_size=TEXT_DIM,
-        intermediate_size=64,
-        projection_dim=TEXT_DIM,
-        num_hidden_layers=TEXT_LAYERS,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        bos_token_id=512,
-        eos_token_id=513,
-        pad_token_id=513,
-    )
-    model = getattr(transformers, kind)(config).eval()
+    special = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    model = tiny_parts.clip(kind, vocab_size=514, num_hidden_layers=TEXT_LAYERS, **special)
     # Published encoders tell texts apart far better than freshly drawn weights do.
     text = getattr(model, "text_model", model)
     text.embeddings.token_embedding.weight.mul_(20.0)
@@ -135,7 +121,7 @@ def _unet(**options: Any) -> Any:
     import torch
     from diffusers import UNet2DConditionModel
 
-    settings = {"attention_head_dim": 4, "cross_attention_dim": TEXT_DIM, **options}
+    settings = {"attention_head_dim": 4, "cross_attention_dim": tiny_parts.TEXT_DIM, **options}
     model = UNet2DConditionModel(
         sample_size=8,
         in_channels=CHANNELS,
@@ -150,32 +136,18 @@ def _unet(**options: Any) -> Any:
     for name, module in model.named_modules():
         if name.endswith("attn2"):
             module.to_out[0].weight.mul_(4.0)  # it averages over the text, which would hardly change the prediction
-    added = {"text_embeds": torch.randn(1, TEXT_DIM), "time_ids": torch.tensor([[64.0, 64.0, 0, 0, 64, 64]])}
+    added = {"text_embeds": torch.randn(1, tiny_parts.TEXT_DIM), "time_ids": torch.tensor([[64.0, 64.0, 0, 0, 64, 64]])}
     inputs = {
         "sample": torch.randn(1, CHANNELS, 8, 8),
         "timestep": torch.tensor([500.0]),
         "encoder_hidden_states": torch.randn(1, 77, settings["cross_attention_dim"]),
         "added_cond_kwargs": added if "addition_embed_type" in options else None,
     }
-    tiny_models._scale_output(model.conv_out, lambda: model(**inputs, return_dict=False)[0], std=1.0)
-    return model
+    return tiny_parts.scale_denoiser(model, inputs)
 
 
 def _vae() -> Any:
-    import torch
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
-        latent_channels=CHANNELS,
-        block_out_channels=(8, 8, 16, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-    ).eval()
-    latents = 5 * torch.randn(1, CHANNELS, 8, 8)
-    tiny_models._scale_output(vae.decoder.conv_out, lambda: vae.decode(latents, return_dict=False)[0], std=0.6)
-    return vae
+    return tiny_parts.image_vae(CHANNELS, std=0.6, spread=5.0)
 
 
 def _safety_checker() -> tuple[Any, Any]:
