@@ -16,7 +16,7 @@ from diffgen.loading.index import ModelIndex
 
 TINY = parity.PICTURE | {"num_inference_steps": 2, "guidance_scale": 3.5, "max_sequence_length": 16}
 SCHNELL = {name: TINY[name] for name in TINY if name != "guidance_scale"}
-CFG = {"true_cfg_scale": 3.0, "negative_prompt": "a blurry dark photo"}
+CFG = parity.CFG
 
 CASES: dict[str, dict[str, Any]] = {
     "1-step": {"num_inference_steps": 1},
@@ -53,13 +53,9 @@ SCHNELL_CASES: dict[str, dict[str, Any]] = {
     "n-4-wide": {"n": 4, "width": 96, "height": 48},
     "true-cfg": CFG,
 }
-MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
-    "two": [({"num_inference_steps": 8}, 3), ({"prompt": "a dog", "seed": 9, "num_inference_steps": 5}, 0)],
-    "guidances-and-true-cfg": [
-        ({"num_inference_steps": 8, "guidance_scale": 2.0}, 4),
-        ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, **CFG}, 2),
-        ({"seed": 11, "num_inference_steps": 4, "guidance_scale": 9.0, "n": 2}, 0),
-    ],
+MIXES: dict[str, parity.Mix] = {
+    "two": parity.TWO,
+    "guidances-and-true-cfg": parity.GUIDANCES_AND_CFG,
     "texts-of-any-length": [
         ({"prompt": "", "num_inference_steps": 8}, 1),
         ({"prompt": "a red cat on a green sofa " * 14, "seed": 9, "num_inference_steps": 8}, 0),
@@ -189,8 +185,5 @@ def test_through_a_server_of_two_ranks(oracle: Oracle, local: Local) -> None:
         TINY | CFG | {"seed": 40, "num_inference_steps": 5, "guidance_scale": 1.0, "n": 2},
         TINY | {"seed": 50, "width": 96, "num_inference_steps": 3},
     ]
-    with parity.serve(local.folder, num_gpus=2) as generator:
-        assert generator.model.family == "flux"
-        references = oracle.run_all(local.folder, cases)
-        parity.check_served(generator, cases, references)
-        parity.check_served_latents(generator, cases[1], references[1], (2, 4 * 4, 4 * CHANNELS))  # packed
+    packed = (2, 4 * 4, 4 * CHANNELS)
+    parity.check_server(oracle, local.folder, "flux", cases, packed, num_gpus=2)

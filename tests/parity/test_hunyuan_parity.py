@@ -13,7 +13,7 @@ from tiny_hunyuan import make_tiny_hunyuan
 
 TINY = parity.PICTURE | {"num_frames": 1, "num_inference_steps": 2, "guidance_scale": 6.0, "max_sequence_length": 24}
 UNIPC = {"scheduler": "UniPCMultistepScheduler", "flow_shift": 3.0}
-CFG = {"true_cfg_scale": 3.0, "negative_prompt": "a blurry dark photo"}
+CFG = parity.CFG
 
 CASES: dict[str, dict[str, Any]] = {
     "1-step": {"num_inference_steps": 1},
@@ -46,13 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "unipc": UNIPC | {"num_inference_steps": 8},
     "unipc-clip": UNIPC | CFG | {"num_inference_steps": 5, "num_frames": 5},
 }
-MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
-    "two": [({"num_inference_steps": 8}, 3), ({"prompt": "a dog", "seed": 9, "num_inference_steps": 5}, 0)],
-    "guidances-and-true-cfg": [
-        ({"num_inference_steps": 8, "guidance_scale": 2.0}, 4),
-        ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, **CFG}, 2),
-        ({"seed": 11, "num_inference_steps": 4, "guidance_scale": 9.0, "n": 2}, 0),
-    ],
+MIXES: dict[str, parity.Mix] = {
+    "two": parity.TWO,
+    "guidances-and-true-cfg": parity.GUIDANCES_AND_CFG,
     "clips-two-schedulers": [
         ({"num_frames": 5, "num_inference_steps": 8, **UNIPC}, 4),
         ({"num_frames": 5, "num_inference_steps": 6, "seed": 9}, 1),
@@ -109,6 +105,4 @@ def test_warnings_for_what_is_cut_and_what_has_no_effect(local: Local) -> None:
 @pytest.mark.slow
 def test_through_the_server(oracle: Oracle, local: Local) -> None:
     cases = [TINY | {"num_inference_steps": 8}, TINY | CFG | {"seed": 40, "num_frames": 5}]
-    with parity.serve(local.folder) as generator:
-        assert generator.model.family == "hunyuan-video"
-        parity.check_served(generator, cases, oracle.run_all(local.folder, cases))
+    parity.check_server(oracle, local.folder, "hunyuan-video", cases)

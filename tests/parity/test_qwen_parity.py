@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "large-seed": {"seed": 2**63 - 1},
 }
 # Texts of equal length.
-MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
+MIXES: dict[str, parity.Mix] = {
     "two": [
         ({"num_inference_steps": 8}, 3),
         ({"prompt": "a white star on a green sofa", "seed": 9, "num_inference_steps": 5}, 0),
@@ -182,8 +182,5 @@ def test_through_the_server(oracle: Oracle, local: Local) -> None:
         TINY | CFG | {"seed": 40, "num_inference_steps": 5, "n": 2},
         TINY | {"seed": 50, "width": 96, "num_inference_steps": 3},
     ]
-    with parity.serve(local.folder) as generator:
-        assert generator.model.family == "qwen-image"
-        references = oracle.run_all(local.folder, cases)
-        parity.check_served(generator, cases, references)
-        parity.check_served_latents(generator, cases[1], references[1], (2, 4 * 4, 4 * CHANNELS))  # packed
+    packed = (2, 4 * 4, 4 * CHANNELS)
+    parity.check_server(oracle, local.folder, "qwen-image", cases, packed)

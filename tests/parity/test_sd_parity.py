@@ -51,13 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
 EULER_A, HEUN, UNIPC = (
     {"scheduler": f"{name}Scheduler"} for name in ("EulerAncestralDiscrete", "HeunDiscrete", "UniPCMultistep")
 )
-MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
-    "two": [({"num_inference_steps": 8}, 3), ({"prompt": "a dog", "seed": 9, "num_inference_steps": 5}, 0)],
-    "guided-and-not": [
-        ({"num_inference_steps": 8}, 5),
-        ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, "guidance_scale": 1.0}, 2),
-        ({"negative_prompt": "sofa", "seed": 11, "num_inference_steps": 4, "guidance_scale": 8.0, "n": 2}, 0),
-    ],
+MIXES: dict[str, parity.Mix] = {
+    "two": parity.TWO,
+    "guided-and-not": parity.GUIDED_AND_NOT,
     "four-schedulers": [
         ({"num_inference_steps": 8, "n": 2, **EULER_A}, 4),
         ({"num_inference_steps": 6, "seed": 9, **HEUN}, 3),

@@ -223,13 +223,9 @@ def test_rows_of_a_step(local: Local, guidance: float, rows: int, n: int) -> Non
 
 
 # (case, steps it has done when the others join); schedulers that keep past predictions must keep them apart.
-MIXES: dict[str, list[tuple[dict[str, Any], int]]] = {
-    "two": [({"num_inference_steps": 8}, 3), ({"prompt": "a dog", "seed": 9, "num_inference_steps": 5}, 0)],
-    "three-guided-and-not": [
-        ({"num_inference_steps": 8}, 5),
-        ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, "guidance_scale": 1.0}, 2),
-        ({"negative_prompt": "sofa", "seed": 11, "num_inference_steps": 4, "guidance_scale": 8.0, "n": 2}, 0),
-    ],
+MIXES: dict[str, parity.Mix] = {
+    "two": parity.TWO,
+    "three-guided-and-not": parity.GUIDED_AND_NOT,
     "three-clips-three-schedulers": [
         ({"num_frames": 5, "num_inference_steps": 8, **UNIPC}, 4),
         ({"num_frames": 5, "num_inference_steps": 8, "seed": 9, **DPM}, 2),

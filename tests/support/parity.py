@@ -39,6 +39,19 @@ MIN_MOVE = 3
 MAX_SHARE = 0.01
 
 PICTURE: dict[str, Any] = {"prompt": "a red circle on a blue background", "seed": 7, "width": 64, "height": 64}
+#: Guidance by two forwards, of families whose denoiser also reads a guidance scale.
+CFG: dict[str, Any] = {"true_cfg_scale": 3.0, "negative_prompt": "a blurry dark photo"}
+TWO: Mix = [({"num_inference_steps": 8}, 3), ({"prompt": "a dog", "seed": 9, "num_inference_steps": 5}, 0)]
+GUIDED_AND_NOT: Mix = [
+    ({"num_inference_steps": 8}, 5),
+    ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, "guidance_scale": 1.0}, 2),
+    ({"negative_prompt": "sofa", "seed": 11, "num_inference_steps": 4, "guidance_scale": 8.0, "n": 2}, 0),
+]
+GUIDANCES_AND_CFG: Mix = [
+    ({"num_inference_steps": 8, "guidance_scale": 2.0}, 4),
+    ({"prompt": "a cat", "seed": 9, "num_inference_steps": 6, **CFG}, 2),
+    ({"seed": 11, "num_inference_steps": 4, "guidance_scale": 9.0, "n": 2}, 0),
+]
 
 
 def params(cases: Mapping[str, Any], *marks: pytest.MarkDecorator) -> list[Any]:
@@ -289,11 +302,23 @@ def check_served(
             assert level_difference(other, each) >= MIN_MOVE
 
 
-def check_served_latents(generator: DiffGenerator, case: Case, reference: Reference, shape: tuple[int, ...]) -> None:
-    """As diffusers' ``output_type="latent"``."""
-    latents = generator.generate(**case, output_type="latent").latents
-    assert tuple(latents.shape) == shape
-    assert relative_difference(latents, reference.latents) <= MAX_RELATIVE
+def check_server(
+    oracle: Oracle,
+    folder: Path,
+    family: str,
+    cases: Sequence[Case],
+    latents: tuple[int, ...] | None = None,
+    **options: Any,
+) -> None:
+    """A server of its own makes diffusers' pixels and, of the second case, latents of that shape."""
+    references = oracle.run_all(folder, cases)
+    with serve(folder, **options) as generator:
+        assert generator.model.family == family
+        check_served(generator, cases, references)
+        if latents is not None:
+            found = generator.generate(**cases[1], output_type="latent").latents
+            assert tuple(found.shape) == latents
+            assert relative_difference(found, references[1].latents) <= MAX_RELATIVE
 
 
 def heartbeats(
