@@ -91,7 +91,7 @@ class DenoiserTask:
     """The denoiser's training and what it is set to."""
 
     folder: Path
-    steps: int = 14000
+    steps: int = 24000
     all_sizes_from: float = 0.62
     learning_rate: float = 1.5e-3
     warmup: int = 300
