@@ -27,7 +27,7 @@ TINY = parity.PICTURE | {
     "guidance_scale": 4.0,
     "max_sequence_length": 16,
 }
-SHAPES = TINY | {"width": 128, "height": 128, "guidance_scale": 5.0, "max_sequence_length": 20}
+SHAPES = TINY | {"width": 128, "height": 128, "guidance_scale": 4.0, "max_sequence_length": 32}
 WAN22_5B = TINY | {"width": 128, "height": 128}
 EULER = {"scheduler": "FlowMatchEulerDiscreteScheduler", "flow_shift": 5.0}
 UNIPC = {"scheduler": "UniPCMultistepScheduler", "flow_shift": 3.0}
