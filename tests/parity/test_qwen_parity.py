@@ -12,6 +12,9 @@ from oracle import Oracle
 from parity import Local
 from tiny_qwen import CHANNELS, make_tiny_qwen_image
 
+# The quick part of the suite has Wan and Stable Diffusion for the mechanism that all families share.
+pytestmark = pytest.mark.slow
+
 TINY = parity.PICTURE | {"num_inference_steps": 2, "max_sequence_length": 32}
 CFG = {"true_cfg_scale": 4.0, "negative_prompt": "a blurry dark photo of a very small dog"}
 LONG = "two small cats and three large dogs moving fast on a green sofa in a bright house " * 4
