@@ -18,7 +18,7 @@ from diffgen.errors import InvalidRequest, NanOutput, RequestCancelled
 from diffgen.wire.messages import Progress
 from diffgen.worker.context import StageError
 
-# The quick part of the suite has Wan and Stable Diffusion for the mechanism that all families share.
+# The quick part of the suite has Wan for the mechanism that all families share.
 pytestmark = pytest.mark.slow
 
 TINY = parity.PICTURE | {"num_inference_steps": 3, "guidance_scale": 4.0}

@@ -14,7 +14,7 @@ from tiny_flux import CHANNELS, make_tiny_flux, make_tiny_flux_schnell, make_tin
 
 from diffgen.loading.index import ModelIndex
 
-# The quick part of the suite has Wan and Stable Diffusion for the mechanism that all families share.
+# The quick part of the suite has Wan for the mechanism that all families share.
 pytestmark = pytest.mark.slow
 
 TINY = parity.PICTURE | {"num_inference_steps": 2, "guidance_scale": 3.5, "max_sequence_length": 16}

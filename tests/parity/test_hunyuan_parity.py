@@ -11,7 +11,7 @@ from oracle import Oracle
 from parity import Local
 from tiny_hunyuan import make_tiny_hunyuan
 
-# The quick part of the suite has Wan and Stable Diffusion for the mechanism that all families share.
+# The quick part of the suite has Wan for the mechanism that all families share.
 pytestmark = pytest.mark.slow
 
 TINY = parity.PICTURE | {"num_frames": 1, "num_inference_steps": 2, "guidance_scale": 6.0, "max_sequence_length": 24}

@@ -12,7 +12,7 @@ from oracle import Oracle
 from parity import Local
 from tiny_qwen import CHANNELS, make_tiny_qwen_image
 
-# The quick part of the suite has Wan and Stable Diffusion for the mechanism that all families share.
+# The quick part of the suite has Wan for the mechanism that all families share.
 pytestmark = pytest.mark.slow
 
 TINY = parity.PICTURE | {"num_inference_steps": 2, "max_sequence_length": 32}
