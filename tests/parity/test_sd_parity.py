@@ -20,12 +20,11 @@ from diffgen.errors import InvalidRequest, ModelError
 from diffgen.worker.context import StageError
 from stages.schedulers import NOISE_SCHEDULERS
 
-# The quick part of the suite has Wan for the mechanism that all families share.
-pytestmark = pytest.mark.slow
 
 TINY = parity.PICTURE | {"num_inference_steps": 4, "guidance_scale": 4.0}
 # diffusers' own, of schedulers that mix tensors and numpy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
+# The quick part of the suite has Wan for the mechanism that all families share.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")]
 
 LONG = "a red circle on a blue background and a dog " * 2
 
