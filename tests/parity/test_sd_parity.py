@@ -20,7 +20,6 @@ from diffgen.errors import InvalidRequest, ModelError
 from diffgen.worker.context import StageError
 from stages.schedulers import NOISE_SCHEDULERS
 
-
 TINY = parity.PICTURE | {"num_inference_steps": 4, "guidance_scale": 4.0}
 # diffusers' own, of schedulers that mix tensors and numpy.
 # The quick part of the suite has Wan for the mechanism that all families share.
