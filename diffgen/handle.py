@@ -10,12 +10,16 @@ import logging
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffgen.errors import DiffgenError
 from diffgen.params import SamplingParams
 from diffgen.result import GenerationResult
 from diffgen.wire.messages import Accepted, Failed, Progress
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,21 @@ class Restarting:
     id: str
 
 
-Event = Accepted | Progress | Restarting | Failed | GenerationResult
+@dataclasses.dataclass(frozen=True)
+class Preview:
+    """What the outputs are going to be, small, after ``step`` of ``total`` denoising steps.
+
+    ``pixels`` is uint8 (outputs, latent frames, h, w, 3): a pixel for each of the latents', a frame for each latent
+    frame.
+    """
+
+    id: str
+    step: int
+    total: int
+    pixels: NDArray[np.uint8]
+
+
+Event = Accepted | Progress | Preview | Restarting | Failed | GenerationResult
 
 
 def is_final(event: Event) -> bool:

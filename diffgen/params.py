@@ -93,6 +93,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="last layers of the CLIP text encoder to leave out", extra={"min": 0, "max": 100, **_OPTIONAL}
         ),
     ] = None
+    preview_every: Annotated[
+        int | None,
+        Meta(
+            description="denoising steps from one preview to the next; 0 is none",
+            extra={"min": 0, "cli": False, **_OPTIONAL},
+        ),
+    ] = None
     output_type: Annotated[
         Literal["pil", "np", "pt", "latent"],
         Meta(description="form of the result in Python", extra={"cli": False}),

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 
 from diffgen.args import ModelArgs
@@ -13,9 +14,11 @@ from diffgen.errors import InvalidRequest, ModelError
 from diffgen.loading.components import load_components
 from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
-from diffgen.params import BATCH_FIELDS, ModelSpec, is_guided
+from diffgen.params import BATCH_FIELDS, ModelSpec, SamplingParams, is_guided
 from diffgen.request import Req
 from stages.base import PipelineStage
+from stages.decode import DecodingStage
+from stages.preview import Previewer, make_previewer
 
 
 class ComposedPipelineBase(abc.ABC):
@@ -36,6 +39,12 @@ class ComposedPipelineBase(abc.ABC):
         self.pipe: Any = load_components(index, model, device, self.float32_components)
         self.spec = self.make_spec(index, model_name(model))
         self.stages = self.make_stages()
+        self.preview: Previewer | None = None
+        if any(isinstance(stage, DecodingStage) for stage in self.stages):
+            whole: Any = self  # with what its stages ask for
+            self.preview = None if device.type == "meta" else make_previewer(whole)
+            if device.type == "meta" or self.preview is not None:
+                self.spec = msgspec.structs.replace(self.spec, takes=(*self.spec.takes, "preview_every"))
 
     @classmethod
     def load(cls, index: ModelIndex, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
@@ -87,6 +96,10 @@ class ComposedPipelineBase(abc.ABC):
                 tokens = "tokens" if template == "{}" else "tokens with the end of its template"
                 warnings.append(f"{name} has {count} {tokens} and {encoder} reads {length}; cut off: {lost!r:.200}")
         return tuple(warnings)
+
+    def latent_image(self, latents: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        """The denoiser's latents as (n, C, T, h, w). Families that pack them replace it."""
+        return latents if latents.ndim == 5 else latents[:, :, None]
 
     def set_timesteps(self, scheduler: Any, req: Req) -> None:
         """Set a request's scheduler to its steps. Families with a schedule of their own replace it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from diffgen.params import SamplingParams
 from diffgen.request import Req
 from pipelines.base import ComposedPipelineBase
 
@@ -43,6 +44,13 @@ class PackedPipelineBase(ComposedPipelineBase):
     def unpacked(self, req: Req) -> torch.Tensor:
         """Latents of image ``req.unit`` as the VAE takes them, (1, ...), before its scaling."""
         assert req.latents is not None
-        packed, size = req.latents[req.unit : req.unit + 1], (req.params.height, req.params.width)
-        latents: torch.Tensor = self.pipe._unpack_latents(packed, *size, self.pipe.vae_scale_factor)
-        return latents
+        return self._unpack(req.latents[req.unit : req.unit + 1], req.params)
+
+    def latent_image(self, latents: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        return super().latent_image(self._unpack(latents, params), params)
+
+    def _unpack(self, latents: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        unpacked: torch.Tensor = self.pipe._unpack_latents(
+            latents, params.height, params.width, self.pipe.vae_scale_factor
+        )
+        return unpacked

@@ -177,6 +177,10 @@ class Scheduler:
                 answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total)))
         return answers
 
+    def client_of(self, request_id: str) -> bytes:
+        """Whom to send what a request in work has made."""
+        return self._jobs[request_id].client
+
     def release(self, request_id: str) -> Job:
         """Give up a finished request, whose result is about to be sent."""
         job = self._jobs.pop(request_id)

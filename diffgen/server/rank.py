@@ -210,6 +210,8 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
                 scheduler.place(admit.id, worker.position(admit.id))
         for client, answer in scheduler.commit(outcomes, time.perf_counter() - began):
             router.send(client, answer)
+        for preview, array in worker.previews:
+            router.send(scheduler.client_of(preview.id), preview, array)
         for req in finished.values():
             job = scheduler.release(req.id)
             result, tensor = make_result(req, job.timings, worker.executor.device)

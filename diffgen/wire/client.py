@@ -9,11 +9,13 @@ import math
 import threading
 import time
 import uuid
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from diffgen import handle as handles
 from diffgen.args import check_token
 from diffgen.errors import (
     ConnectionFailed,
@@ -25,6 +27,7 @@ from diffgen.errors import (
 )
 from diffgen.handle import GenerationHandle, Restarting
 from diffgen.params import ModelSpec, SamplingParams
+from diffgen.request import TensorHeader
 from diffgen.result import GenerationResult
 from diffgen.wire import codec
 from diffgen.wire.mailbox import Mailbox
@@ -38,6 +41,7 @@ from diffgen.wire.messages import (
     Failed,
     GetStatus,
     Hello,
+    Preview,
     Progress,
     Result,
     ServerMessage,
@@ -46,6 +50,9 @@ from diffgen.wire.messages import (
     Welcome,
 )
 from diffgen.wire.router import USER
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
@@ -307,13 +314,17 @@ class Connection:
             case Status() | Aborted():
                 if self._questions:
                     self._questions.popleft().set_result(message)
+            case Preview():
+                pixels = _only_array(message.tensor, tensors)
+                with self._lock:
+                    shown = self._pending.get(message.id)
+                if shown is not None:
+                    shown.publish(handles.Preview(message.id, message.step, message.total, pixels))
             case Result():
                 self._on_result(message, tensors)
 
     def _on_result(self, message: Result, tensors: list[zmq.Frame]) -> None:
-        if len(tensors) != 1:
-            raise ProtocolError(f"a result with {len(tensors)} tensors")
-        pixels = codec.array(message.output.tensor, tensors[0])
+        pixels = _only_array(message.output.tensor, tensors)
         handle = self._take(message.id)
         if handle is not None:
             model = "" if self._spec is None else self._spec.name
@@ -324,6 +335,12 @@ class Connection:
         self._sent.discard(request_id)
         with self._lock:
             return self._pending.pop(request_id, None)
+
+
+def _only_array(header: TensorHeader, tensors: list[zmq.Frame]) -> NDArray[Any]:
+    if len(tensors) != 1:
+        raise ProtocolError(f"{len(tensors)} tensors where a message has one")
+    return codec.array(header, tensors[0])
 
 
 _ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH"

@@ -2,7 +2,7 @@
 
 A client says :class:`Hello` on each connection and sends its unanswered requests again after each :class:`Welcome`;
 rank 0 drops the ids it already holds. Each accepted :class:`Submit` is answered by exactly one :class:`Result` or
-:class:`Failed`, after any number of :class:`Progress`.
+:class:`Failed`, after any number of :class:`Progress` and :class:`Preview`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from diffgen.errors import ErrorInfo
 from diffgen.params import ModelSpec, SamplingParams
-from diffgen.request import OutputBatch
+from diffgen.request import OutputBatch, TensorHeader
 
 PROTOCOL_VERSION = 1
 
@@ -84,6 +84,16 @@ class Progress(_Message, frozen=True):
     total: int
 
 
+class Preview(_Message, frozen=True):
+    """What the output is going to be after ``step`` of ``total`` denoising steps; its tensor is in the frame beside
+    this message: uint8 (outputs, latent frames, h, w, 3), a pixel for each of the latents'."""
+
+    id: RequestId
+    step: int
+    total: int
+    tensor: TensorHeader
+
+
 class Result(_Message, frozen=True):
     """The output; its tensor is in the frame beside this message."""
 
@@ -136,4 +146,4 @@ class Closing(_Message, frozen=True):
     """The server stops on purpose; unanswered requests will not be answered."""
 
 
-ServerMessage = Welcome | Accepted | Progress | Result | Failed | Status | Aborted | Closing
+ServerMessage = Welcome | Accepted | Progress | Preview | Result | Failed | Status | Aborted | Closing

@@ -73,6 +73,8 @@ class Pipeline(Protocol):
 
     stages: Sequence[Stage]
     spec: ModelSpec
+    # uint8 (n, T, h, w, 3) of a request after a denoising step, and its latents before it; None: it shows nothing.
+    preview: Callable[[Req, torch.Tensor | None], torch.Tensor] | None
 
 
 @dataclasses.dataclass(frozen=True)

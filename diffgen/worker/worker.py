@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import resource
 import sys
 import time
 import zlib
+from typing import Any
 
 import msgspec
 import torch
 
 from diffgen.distributed.groups import Control
 from diffgen.errors import ErrorInfo, RanksDiverged
-from diffgen.request import Req, Update
+from diffgen.request import Req, TensorHeader, Update
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Admit, Outcome, Plan, Position
+from diffgen.wire.messages import Preview
 from diffgen.worker.context import Pipeline, StageError
 from diffgen.worker.executor import ParallelExecutor
+
+logger = logging.getLogger(__name__)
 
 _OK, _FAILED = 0, 1
 
@@ -41,6 +46,7 @@ class GPUWorker:
         self.control = control
         # All keys from the start: the heartbeat's thread reads the dict while this one counts.
         self.progress = Progress(units={stage.name: 0 for stage in pipeline.stages})
+        self.previews: list[tuple[Preview, Any]] = []  # of the last tick, with their arrays; only on rank 0
         self._reqs: dict[str, Req] = {}
 
     def tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
@@ -49,6 +55,7 @@ class GPUWorker:
         Either every rank writes the new values of every planned request, or none writes any.
         """
         self.progress.tick = plan.tick
+        self.previews.clear()
         for request_id in plan.drop:
             self._reqs.pop(request_id, None)
         for admit in plan.admit:
@@ -118,10 +125,14 @@ class GPUWorker:
         outcomes, finished = [], {}
         for req, update in zip(reqs, computed, strict=True):
             assert isinstance(update, Update)
-            total = stage.units(req)
+            total, before = stage.units(req), req.latents
             update.apply(req)
             req.unit += 1
             step = req.unit
+            denoised = req.latents is not before and not stage.prepares
+            every = req.params.preview_every if denoised and self.control.info.leads else None
+            if every and step % every == 0:
+                self._preview(req, before, total)
             if step == total:
                 req.stage, req.unit = req.stage + 1, 0
             position = self._position(req)
@@ -130,6 +141,15 @@ class GPUWorker:
                 finished[req.id] = self._reqs.pop(req.id)
         self.progress.units[stage.name] += len(reqs)
         return outcomes, finished
+
+    def _preview(self, req: Req, before: torch.Tensor | None, total: int) -> None:
+        assert self.pipeline.preview is not None, "only models with previews take preview_every"
+        try:
+            pixels = self.pipeline.preview(req, before).cpu().numpy()
+        except Exception:
+            logger.exception("no preview of %s", req.id)  # the request itself is well
+            return
+        self.previews.append((Preview(req.id, req.unit, total, TensorHeader("uint8", pixels.shape)), pixels))
 
     def _position(self, req: Req) -> Position | None:
         """The request's place after skipping stages that have nothing to do for it; None at the end."""

@@ -240,7 +240,10 @@ def check_seeds(local: Local, case: Case, *, moves: bool = True) -> None:
 
 
 def check_units(local: Local, case: Case, units: int) -> None:
-    """Any unit may be computed twice, as after a vote that fails: both times the values are the same."""
+    """Any unit may be computed twice, as after a vote that fails: both times the values are the same.
+
+    And after each step there is a preview, the last one of the final latents.
+    """
     req, count = local.enter(case), 0
     while req.stage < len(local.pipeline.stages):
         stage = local.pipeline.stages[req.stage]
@@ -249,7 +252,18 @@ def check_units(local: Local, case: Case, units: int) -> None:
         assert fingerprint(first) == fingerprint(second)
         if req.stage >= local.pipeline.stages.index(local.denoise):
             assert fingerprint(first) != 0
+        before = req.latents
         local.unit([req])
+        if stage is local.denoise:
+            step, req.unit = req.unit, req.unit or stage.units(req)
+            shown, final = (local.pipeline.preview(req, latents) for latents in (before, None))
+            assert shown.dtype == torch.uint8
+            assert shown.shape[0] == req.outputs
+            assert shown.shape[-1] == 3
+            # At the end of a schedule of sigmas no noise is left to take away.
+            if step == 0 and hasattr(req.scheduler, "sigmas"):
+                assert (shown.int() - final.int()).abs().max() <= 1
+            req.unit = step
         count += 1
     assert count == units
 
