@@ -50,8 +50,12 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     max_batch_size: Annotated[
         int, Meta(description="images that may share one forward of the denoiser", extra={"min": 1, "max": 32})
-    ] = 4
-    max_running: Annotated[int, Meta(description="requests in flight at a time", extra={"min": 1})] = 8
+    ] = 8
+    max_batch_pixels: Annotated[
+        int,
+        Meta(description="pixels of all images and frames that may share one forward", extra={"min": 1}),
+    ] = 1024 * 1024
+    max_running: Annotated[int, Meta(description="requests in flight at a time", extra={"min": 1})] = 32
     start_timeout: Annotated[
         float,
         Meta(description="seconds until a start that is not done counts as failed", extra={"min": 1, "max": 604800}),

@@ -6,6 +6,7 @@
     ├── InvalidRequest      the caller's mistake: value, rule and remedy (also a ValueError)
     ├── QueueFull           try again later
     ├── RequestCancelled    the caller, or a client that left, took the request back
+    ├── DeadlineExceeded    its time limit has passed, or is too short
     ├── GenerationError     the request failed while it ran
     │   ├── OutOfMemory
     │   ├── NanOutput       non-finite latents or pixels
@@ -37,30 +38,44 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: str
     retryable: bool = False
     param: str | None = None
+    retry_after: float | None = None
 
 
 class DiffgenError(Exception):
-    """Base of all errors here. ``param`` names the parameter at fault, where there is one."""
+    """Base of all errors here. ``param`` names the parameter at fault, ``retry_after`` is seconds until the same call
+    may succeed, where they are known."""
 
     default_code: ClassVar[str] = "internal_error"
     default_retryable: ClassVar[bool] = False
 
     def __init__(
-        self, message: str, *, code: str | None = None, retryable: bool | None = None, param: str | None = None
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        retryable: bool | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.code = self.default_code if code is None else code
         self.retryable = self.default_retryable if retryable is None else retryable
         self.param = param
+        self.retry_after = retry_after
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(type(self).__name__, self.code, self.message, self.retryable, self.param)
+        return ErrorInfo(type(self).__name__, self.code, self.message, self.retryable, self.param, self.retry_after)
 
     def prefixed(self, where: str) -> DiffgenError:
         """The same error, with its message told to come from ``where``."""
-        message = f"{where}: {self.message}"
-        return type(self)(message, code=self.code, retryable=self.retryable, param=self.param)
+        return type(self)(
+            f"{where}: {self.message}",
+            code=self.code,
+            retryable=self.retryable,
+            param=self.param,
+            retry_after=self.retry_after,
+        )
 
     def __reduce__(self) -> tuple[object, tuple[ErrorInfo]]:
         # Keyword-only arguments are lost by the default reduction, and executors of the user's may pickle errors.
@@ -78,6 +93,10 @@ class QueueFull(DiffgenError):
 
 class RequestCancelled(DiffgenError):
     default_code = "request_cancelled"
+
+
+class DeadlineExceeded(DiffgenError):
+    default_code = "deadline_exceeded"
 
 
 class GenerationError(DiffgenError):
@@ -147,4 +166,4 @@ _KINDS = _tree(DiffgenError)
 def error_from(info: ErrorInfo) -> DiffgenError:
     """Rebuild an error from its travelling form; a kind this version does not know becomes a ServerError."""
     kind = _KINDS.get(info.kind, ServerError)
-    return kind(info.message, code=info.code, retryable=info.retryable, param=info.param)
+    return kind(info.message, code=info.code, retryable=info.retryable, param=info.param, retry_after=info.retry_after)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ class GenerationHandle:
     def __init__(self, params: SamplingParams, cancel: Callable[[str], None]) -> None:
         self.id = uuid.uuid4().hex
         self.params = params
+        self.created = time.monotonic()
         self._cancel = cancel
         self._events: list[Event] = []
         self._news = threading.Condition()

@@ -100,6 +100,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             extra={"min": 0, "cli": False, **_OPTIONAL},
         ),
     ] = None
+    priority: Annotated[
+        Literal["interactive", "batch"] | None,
+        Meta(description="class to wait in; interactive requests, the default, go before batch ones"),
+    ] = None
+    time_limit: Annotated[
+        float | None,
+        Meta(description="seconds from acceptance after which the request is ended", extra={"above": 0}),
+    ] = None
     output_type: Annotated[
         Literal["pil", "np", "pt", "latent"],
         Meta(description="form of the result in Python", extra={"cli": False}),
@@ -115,6 +123,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pixels: Annotated[int, Meta(description="width x height")] = 4096 * 4096
     images: Annotated[int, Meta(description="images or clips of one request")] = 16
     prompt: Annotated[int, Meta(description="characters of a prompt")] = 20_000
+    time: Annotated[int, Meta(description="seconds from acceptance to the end")] = 86_400
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +217,8 @@ def resolve(params: SamplingParams, model: ModelSpec, limits: Limits) -> Resolve
     changes |= _resolve_frames(params, model, warnings)
     if params.num_outputs_per_prompt is None:
         changes["num_outputs_per_prompt"] = 1
+    if params.priority is None:
+        changes["priority"] = "interactive"
     resolved = msgspec.structs.replace(params, **changes)
     _check_limits(resolved, limits)
     if resolved.seed is None:
@@ -287,7 +298,7 @@ def nearest_steps(value: int, step: int, offset: int) -> str:
 
 
 def _check_limits(params: SamplingParams, limits: Limits) -> None:
-    def check(param: str, value: int, limit: int, code: str = "over_limit") -> None:
+    def check(param: str, value: float, limit: int, code: str = "over_limit") -> None:
         if value > limit:
             refuse(param, f"{param} {value} is over this server's limit of {limit}; ask for less", code)
 
@@ -303,6 +314,7 @@ def _check_limits(params: SamplingParams, limits: Limits) -> None:
     check("num_inference_steps", params.num_inference_steps or 0, limits.steps)
     check("num_frames", params.num_frames or 0, limits.frames)
     check("num_outputs_per_prompt", params.num_outputs_per_prompt or 0, limits.images)
+    check("time_limit", params.time_limit or 0, limits.time)
 
 
 def _check_taken(params: SamplingParams, model: ModelSpec) -> None:

@@ -34,6 +34,7 @@ class DenoisingStage(PipelineStage):
     """A unit is one step of the request's scheduler; second-order schedulers have more than one a step asked for."""
 
     name: ClassVar[str] = "denoise"
+    stepped: ClassVar[bool] = True
 
     def __init__(self, family: Denoises) -> None:
         self.family = family

@@ -121,6 +121,7 @@ class StepwiseDenoisingStage(PipelineStage):
     """A unit is a step of the family's own loop; the first also does what comes before it, such as the text."""
 
     name: ClassVar[str] = "denoise"
+    stepped: ClassVar[bool] = True
 
     def __init__(self, family: CallsWhole) -> None:
         self.family = family

@@ -35,7 +35,7 @@ from diffgen.params import SamplingParams, parse_params
 
 MANIFEST = "manifest.jsonl"
 _WINDOW = 16  # requests at the server at a time: enough to fill its batches while others decode
-_RETRY_S = 1.0
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 10.0
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +156,7 @@ def _parse(text: str, run_seed: int) -> Iterator[tuple[int, SamplingParams]]:
                 raise InvalidRequest(f"{line[:60]!r} is not a JSON object of parameters")
             if "output_type" in values:
                 raise InvalidRequest("output_type has no place in a file of requests: results are saved as files")
+            values.setdefault("priority", "batch")
             if values.get("seed") is None:
                 values["seed"] = int.from_bytes(hashlib.sha256(f"{run_seed}:{number}".encode()).digest()[:6], "big")
             yield number, parse_params(values)
@@ -196,10 +197,10 @@ def _work(generator: DiffGenerator, todo: list[tuple[int, SamplingParams]], fold
             line, params, handle = running.pop(request_id)
             try:
                 yield _finish(line, params, handle, folder)
-            except QueueFull:
+            except QueueFull as full:
                 # Others use the server as well: the request keeps its turn and waits for room.
                 waiting.append((line, params))
-                time.sleep(_RETRY_S)
+                time.sleep(min(full.retry_after or _RETRY_S, _LONGEST_RETRY_S))
     finally:
         for _, _, handle in running.values():
             handle.cancel()

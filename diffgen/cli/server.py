@@ -33,7 +33,8 @@ def _status(generator: DiffGenerator, as_json: bool) -> int:
     for request in status.requests:
         print(_line(request))
     finished = ", ".join(f"{count} {outcome}" for outcome, count in sorted(status.finished.items())) or "none"
-    print(f"{generator.model.name}: {len(status.requests)} in work; ended: {finished}; up {status.seconds:.0f} s")
+    work = f"{status.running} running, {status.queued} queued"
+    print(f"{generator.model.name}: {work}; ended: {finished}; up {status.seconds:.0f} s")
     return 0
 
 
@@ -48,4 +49,7 @@ def _line(request: RequestStatus) -> str:
     frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
     what = f"{request.outputs} x {request.width}x{request.height}{frames}"
     place = f"{request.stage} {request.step}/{request.total}" if request.stage else request.state
-    return f"{request.id}  {what}  {place}  {request.seconds:.1f} s"
+    if request.priority == "batch":
+        place += ", batch"
+    ends = "" if request.eta is None else f", about {request.eta:.1f} s to go"
+    return f"{request.id}  {what}  {place}, {request.ahead} ahead  {request.seconds:.1f} s{ends}"

@@ -20,6 +20,8 @@ _DEFAULTS = {field.name for field in msgspec.structs.fields(SamplingParams)} - {
     "size",
     "seconds",
     "seed",
+    "priority",
+    "time_limit",
     "output_type",
 }
 SAFETY_CHECKER = "safety_checker"

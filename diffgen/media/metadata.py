@@ -37,7 +37,7 @@ _EXIF_IFD, _USER_COMMENT, _MAKER_NOTE, _SOFTWARE = 0x8769, 0x9286, 0x927C, 0x013
 _PICTURES = ("PNG", "JPEG", "WEBP", "GIF")
 _REMEDY = "give a PNG, JPEG, WebP, GIF or MP4 that diffgen saved with its metadata"
 # Of the client that asked, not of the picture.
-_LEFT_OUT = {"output_type", "preview_every"}
+_LEFT_OUT = {"output_type", "preview_every", "priority", "time_limit"}
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
-from diffgen.params import Resolved
+from diffgen.params import BATCH_FIELDS, Resolved
 from diffgen.scheduler.plan import Position
 
 
@@ -15,7 +15,8 @@ class Job:
 
     Attributes:
         client: identity of the connection to answer.
-        arrived, started: monotonic seconds.
+        branches: guidance branches: what the denoiser computes for each output.
+        arrived, started, deadline: monotonic seconds.
         served: when it last ran, in monotonic seconds; its arrival at first.
         done: units of all stages that it has run.
         alone: a unit that it shared has failed, so it runs by itself until that unit has passed.
@@ -26,6 +27,8 @@ class Job:
     client: bytes
     resolved: Resolved
     arrived: float
+    branches: int = 1
+    deadline: float | None = None
     started: float | None = None
     position: Position | None = None
     served: float = 0.0
@@ -39,14 +42,37 @@ class Job:
         return self.resolved.params.num_outputs_per_prompt or 1
 
     @property
-    def work_left(self) -> float:
-        """About how much is still to be computed, in pixels x steps; for comparing requests of one model."""
+    def steps(self) -> int:
+        return self.resolved.params.num_inference_steps or 1
+
+    @property
+    def interactive(self) -> bool:
+        return self.resolved.params.priority != "batch"
+
+    @property
+    def pixels(self) -> int:
+        """Of one output, all frames."""
         params = self.resolved.params
-        size = (params.width or 1) * (params.height or 1) * (params.num_frames or 1) * self.outputs
-        return max(1, (params.num_inference_steps or 1) - self.done) * size
+        return (params.width or 1) * (params.height or 1) * (params.num_frames or 1)
+
+    @property
+    def rows(self) -> int:
+        """What it adds to a forward of the denoiser."""
+        return self.outputs * self.branches
+
+    @property
+    def pixel_steps_left(self) -> float:
+        """About how much is still to be computed, for comparing requests while no times are known."""
+        return max(1, self.steps - self.done) * self.pixels * self.outputs
 
     def batch_key(self) -> Hashable:
         """Jobs with equal keys may share a unit; None shares with no other."""
         if self.position is None or self.position.key is None or self.alone or self.suspect:
             return None
         return (self.position.stage, self.position.key)
+
+    def shape_key(self) -> Hashable:
+        """Equal for jobs that will have equal batch keys, as far as the parameters tell; None shares with no other."""
+        if self.alone or self.suspect:
+            return None
+        return tuple(getattr(self.resolved.params, name) for name in BATCH_FIELDS)

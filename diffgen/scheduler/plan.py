@@ -12,6 +12,14 @@ from diffgen.params import SamplingParams
 MAX_UNIT_REQS = 32  # requests in one unit: the vote has a slot for each
 
 
+class StageInfo(msgspec.Struct, frozen=True):
+    """What the scheduler knows of a stage: see :class:`diffgen.worker.context.Stage`."""
+
+    name: str
+    prepares: bool = False
+    stepped: bool = False
+
+
 class Admit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request that the ranks begin to hold, with its parameters resolved."""
 

@@ -2,37 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
+from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import MAX_UNIT_REQS
 
 # Seconds without a unit that halve what a request seems to have left: a long one waits behind short ones, but not for
 # ever: a thousand times longer, it gets a unit after ten of these.
 PATIENCE_S = 5.0
+# Of the class batch, some request gets a unit at least this often, however many interactive ones there are.
+BATCH_TURN_S = 10.0
 
 
-def choose(jobs: Iterable[Job], max_outputs: int, now: float) -> list[Job]:
-    """The jobs of the next unit: the one with the least work left, and those that can share its forward.
+@dataclasses.dataclass(frozen=True)
+class BatchLimits:
+    """The most that shares a forward: outputs, and their pixels of all frames."""
 
-    Shortest remaining work first has the least mean waiting time, and lets a picture pass a clip at the next unit.
-    Before all go those that only have to be prepared: they can then share the others' steps. A batch holds at most
-    ``max_outputs`` images or clips, unless its first request alone has more.
+    outputs: int
+    pixels: int
+
+
+def in_order(jobs: Iterable[Job], cost: CostModel, now: float) -> list[Job]:
+    """``jobs`` as they are served: interactive ones first, and in each class the one that seems shortest.
+
+    Shortest remaining work first has the least mean waiting time, and lets a picture pass a clip at the next unit. A
+    request that has waited seems shorter, as does one that only just keeps its deadline. Before all go those whose
+    shared unit has failed, each alone, so that the others share the units after it again.
     """
 
-    def order(job: Job) -> tuple[bool, float, float]:
-        prepared = job.position is not None and not job.position.prepares
-        return prepared, job.work_left * 0.5 ** ((now - job.served) / PATIENCE_S), job.arrived
+    def seems(job: Job) -> tuple[float, float]:
+        if job.alone:
+            return -1.0, job.arrived
+        work = cost.seconds_left(job) if cost.known else job.pixel_steps_left
+        aged = work * 0.5 ** ((now - job.served) / PATIENCE_S)
+        spare = job.deadline - now - work if cost.known and job.deadline is not None else -1.0
+        return min(aged, spare) if spare >= 0 else aged, job.arrived
 
-    waiting = sorted(jobs, key=order)
-    if not waiting:
-        return []
-    first, key = waiting[0], waiting[0].batch_key()
-    chosen, outputs = [first], first.outputs
-    for job in waiting[1:] if key is not None else []:
+    jobs = sorted(jobs, key=seems)
+    interactive = [job for job in jobs if job.interactive]
+    batch = [job for job in jobs if not job.interactive]
+    if not batch or not interactive:
+        return jobs
+    last = max((job.served for job in batch if job.done), default=min(job.arrived for job in batch))
+    return [*batch, *interactive] if now - last >= BATCH_TURN_S else [*interactive, *batch]
+
+
+def choose(jobs: Iterable[Job], cost: CostModel, limits: BatchLimits, now: float, explore: bool = False) -> list[Job]:
+    """The jobs of the next unit: the first in order, and those that share its forward.
+
+    One that would share it, but only has to be prepared for that, is prepared before. Another joins within ``limits``,
+    which the first alone may exceed, and where that is faster; with ``explore`` also where it was not: times change.
+    """
+    queue = in_order(jobs, cost, now)
+    chosen = queue[:1]
+    if not queue or queue[0].batch_key() is None:
+        return chosen
+    first, outputs, pixels = queue[0], queue[0].outputs, queue[0].pixels * queue[0].outputs
+    stage = "" if first.position is None else first.position.name
+    for job in queue[1:]:
+        outputs_with, pixels_with = outputs + job.outputs, pixels + job.pixels * job.outputs
         if len(chosen) == MAX_UNIT_REQS:
             break
-        if job.batch_key() == key and outputs + job.outputs <= max_outputs:
+        if job.shape_key() != first.shape_key() or outputs_with > limits.outputs or pixels_with > limits.pixels:
+            continue
+        if not (explore or cost.pays(stage, chosen, job)):
+            continue
+        if job.position is None or job.position.prepares:
+            return [job]
+        if job.batch_key() == first.batch_key():
             chosen.append(job)
-            outputs += job.outputs
+            outputs, pixels = outputs_with, pixels_with
     return chosen

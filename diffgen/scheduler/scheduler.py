@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from diffgen.args import RunArgs
-from diffgen.errors import DiffgenError, InvalidRequest, QueueFull, RequestCancelled, WorkerDied, error_from
-from diffgen.params import Limits, ModelSpec, resolve
+from diffgen.errors import (
+    DeadlineExceeded,
+    DiffgenError,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    WorkerDied,
+    error_from,
+)
+from diffgen.params import Limits, ModelSpec, is_guided, resolve
+from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.job import Job
-from diffgen.scheduler.plan import Admit, Outcome, Plan, Position
-from diffgen.scheduler.policy import choose
+from diffgen.scheduler.plan import Admit, Outcome, Plan, Position, StageInfo
+from diffgen.scheduler.policy import BatchLimits, choose, in_order
 from diffgen.wire.messages import (
     Abort,
     Aborted,
@@ -31,6 +40,11 @@ from diffgen.wire.messages import (
 )
 
 MAX_DEATHS = 2  # of the server, while it ran a request, until the request is refused
+EXPLORE_TICKS = 64  # now and then a batch runs that did not pay before
+# A request is refused for its time limit only where it is expected to take this much longer: estimates are rough.
+DOUBT = 1.5
+_FORECAST_S = 0.5  # how long a forecast for all requests is good for
+_BUSY_S = 5.0  # time to come back to a full queue, where nothing better is known
 
 Answer = tuple[bytes, ServerMessage]
 
@@ -50,17 +64,28 @@ class Scheduler:
         epoch: str,
         clock: Callable[[], float] = time.monotonic,
         deaths: Mapping[str, int] | None = None,
+        stages: Sequence[StageInfo] = (),
+        restarts: int = 0,
     ) -> None:
         self.model = model
         self.epoch = epoch
         self._deaths = deaths or {}
         self._limits = limits
         self._run = run
+        self._batch_limits = BatchLimits(run.max_batch_size, run.max_batch_pixels)
+        self._cost = CostModel(stages)
         self._clock = clock
+        self._restarts = restarts
         self._jobs: dict[str, Job] = {}  # in order of arrival
         self._drop: list[str] = []  # ended here, still held by the ranks
         self._tick = 0
         self._finished: collections.Counter[str] = collections.Counter()
+        self._refused: collections.Counter[str] = collections.Counter()
+        self._units: collections.Counter[str] = collections.Counter()
+        self._batches: collections.Counter[int] = collections.Counter()
+        self._tick_seconds = 0.0
+        self._forecast_at = float("-inf")
+        self._forecast: dict[str, tuple[int, float | None]] = {}
         self._since = clock()
 
     @property
@@ -92,8 +117,57 @@ class Scheduler:
     def status(self) -> Status:
         """What is in work, and what has been done."""
         now = self._clock()
-        finished = dict(self._finished)
-        return Status(tuple(_status(job, now) for job in self._jobs.values()), finished, self._tick, now - self._since)
+        self._foresee(now)
+        running = sum(job.started is not None for job in self._jobs.values())
+        return Status(
+            requests=tuple(self._status(job, now) for job in self._jobs.values()),
+            finished=dict(self._finished),
+            ticks=self._tick,
+            seconds=now - self._since,
+            queued=len(self._jobs) - running,
+            running=running,
+            units=dict(self._units),
+            batches=dict(self._batches),
+            tick_seconds=self._tick_seconds,
+            refused=dict(self._refused),
+            restarts=self._restarts,
+        )
+
+    def _status(self, job: Job, now: float) -> RequestStatus:
+        params, place = job.resolved.params, job.position
+        ahead, eta = self._expected(job, now)
+        return RequestStatus(
+            id=job.id,
+            state="queued" if place is None else "running",
+            seconds=now - job.arrived,
+            width=params.width or 0,
+            height=params.height or 0,
+            num_frames=params.num_frames or 1,
+            outputs=job.outputs,
+            stage="" if place is None else place.name,
+            step=0 if place is None else place.unit,
+            total=0 if place is None else place.units,
+            priority="interactive" if job.interactive else "batch",
+            ahead=ahead,
+            eta=eta,
+            time_left=None if job.deadline is None else job.deadline - now,
+        )
+
+    def _foresee(self, now: float) -> None:
+        """Place in the order and time of its end of every request, as things stand."""
+        order = in_order(self._jobs.values(), self._cost, now)
+        ends = self._cost.ends(order)
+        self._forecast = {
+            job.id: (index, now + ends[job.id] if job.id in ends else None) for index, job in enumerate(order)
+        }
+        self._forecast_at = now
+
+    def _expected(self, job: Job, now: float) -> tuple[int, float | None]:
+        """How many requests go before it, and seconds until it ends."""
+        if job.id not in self._forecast or now - self._forecast_at > _FORECAST_S:
+            self._foresee(now)
+        ahead, ends = self._forecast[job.id]
+        return ahead, None if ends is None else max(0.0, ends - now)
 
     def _submit(self, client: bytes, message: Submit) -> list[Answer]:
         held = self._jobs.get(message.id)
@@ -101,22 +175,66 @@ class Scheduler:
             return []  # sent again after a reconnect
         if held is not None:
             taken = InvalidRequest(f"request id {message.id!r} is another client's; use a UUID", param="id")
-            return [(client, Failed(message.id, taken.info()))]
+            return [self._refuse(client, message.id, taken)]
+        now = self._clock()
         try:
             if len(self._jobs) >= self._limits.queue:
-                rule = f"this server's limit is {self._limits.queue}; try again later"
-                raise QueueFull(f"{len(self._jobs)} requests are waiting or running, and {rule}")
+                raise self._queue_full(now)
             if self._deaths.get(message.id, 0) >= MAX_DEATHS:
                 times = f"the server has died {self._deaths[message.id]} times while it ran this request"
                 raise WorkerDied(f"{times}; it will not be tried again", retryable=False)
             resolved = resolve(message.params, self.model, self._limits)
+            job = Job(
+                message.id,
+                client,
+                resolved,
+                arrived=now,
+                branches=2 if is_guided(resolved.params, self.model) else 1,
+                deadline=now - message.age + (resolved.params.time_limit or self._limits.time),
+                served=now,
+                suspect=message.id in self._deaths,
+            )
+            self._jobs[job.id] = job
+            ahead, eta = self._expected(job, now)
+            self._check_time(job, eta)
         except DiffgenError as error:
-            return [(client, Failed(message.id, error.info()))]
-        ahead = len(self._jobs)
-        suspect = message.id in self._deaths
+            self._jobs.pop(message.id, None)
+            return [self._refuse(client, message.id, error)]
+        return [(client, Accepted(message.id, ahead, resolved.params, resolved.warnings, eta))]
+
+    def _refuse(self, client: bytes, request_id: str, error: DiffgenError) -> Answer:
+        self._refused[error.code] += 1
+        return client, Failed(request_id, error.info())
+
+    def _queue_full(self, now: float) -> QueueFull:
+        self._foresee(now)
+        soonest = min((ends for _, ends in self._forecast.values() if ends is not None), default=now + _BUSY_S)
+        wait = max(0.1, soonest - now)
+        rule = f"this server's limit is {self._limits.queue}; try again in {wait:.1f} s"
+        return QueueFull(f"{len(self._jobs)} requests are waiting or running, and {rule}", retry_after=wait)
+
+    def _check_time(self, job: Job, eta: float | None) -> None:
+        """Refuse what cannot end within its time limit, as far as the times of steps are known."""
+        limit = job.resolved.params.time_limit
+        if limit is None or eta is None or eta <= limit * DOUBT:
+            return
+        own = self._cost.seconds_left(job)
+        alone = own <= limit * DOUBT
+        what = f"time_limit is {limit:g} s; the request takes about {own:.1f} s by itself and would end in {eta:.1f} s"
+        remedy = "try again later or give it more time" if alone else "give it more time, or ask for less work"
+        raise DeadlineExceeded(
+            f"{what}; {remedy}",
+            code="deadline_impossible",
+            retryable=alone,
+            param="time_limit",
+            retry_after=eta - limit if alone else None,
+        )
+
+    def expire(self) -> list[Answer]:
+        """End the requests whose time is over. To be called before each tick."""
         now = self._clock()
-        self._jobs[message.id] = Job(message.id, client, resolved, now, served=now, suspect=suspect)
-        return [(client, Accepted(message.id, ahead, resolved.params, resolved.warnings))]
+        late = [job for job in self._jobs.values() if job.deadline is not None and now >= job.deadline]
+        return [self._fail(job, _out_of_time(job, self._limits.time)) for job in late]
 
     def _cancel(self, job: Job, reason: str) -> Answer:
         return self._fail(job, RequestCancelled(f"request {job.id} was stopped: {reason}"))
@@ -133,12 +251,13 @@ class Scheduler:
         self._tick += 1
         drop, self._drop = tuple(self._drop), []
         running = [job for job in self._jobs.values() if job.started is not None]
-        waiting = [job for job in self._jobs.values() if job.started is None]
-        admitted = waiting[: max(0, self._run.max_running - len(running))]
+        now = self._clock()
+        admitted = self._admit(now, self._run.max_running - len(running))
         for job in admitted:
-            job.started = self._clock()
-            job.timings["queue"] = job.started - job.arrived
-        chosen = choose([*running, *admitted], self._run.max_batch_size, self._clock())
+            job.started = now
+            job.timings["queue"] = now - job.arrived
+        explore = self._tick % EXPLORE_TICKS == 0
+        chosen = choose([*running, *admitted], self._cost, self._batch_limits, now, explore)
         return Plan(
             tick=self._tick,
             drop=drop,
@@ -146,6 +265,11 @@ class Scheduler:
             stage=0 if not chosen or chosen[0].position is None else chosen[0].position.stage,
             ids=tuple(job.id for job in chosen),
         )
+
+    def _admit(self, now: float, room: int) -> list[Job]:
+        """The next requests that the ranks are to hold."""
+        waiting = [job for job in self._jobs.values() if job.started is None]
+        return in_order(waiting, self._cost, now)[:room] if waiting and room > 0 else []
 
     def stop(self) -> Plan:
         """The last plan: every rank ends."""
@@ -160,10 +284,16 @@ class Scheduler:
     def commit(self, outcomes: list[Outcome], seconds: float) -> list[Answer]:
         """Take a tick's outcomes and its duration. Finished requests stay until :meth:`release`."""
         answers: list[Answer] = []
+        now = self._clock()
+        failed = any(outcome.error is not None for outcome in outcomes)
+        self._tick_seconds += seconds
+        if outcomes:
+            self._batches[len(outcomes)] += 1
+        if outcomes and not failed:
+            self._cost.learn_unit(outcomes[0].stage, [self._jobs[outcome.id] for outcome in outcomes], seconds)
         for outcome in outcomes:
             job = self._jobs[outcome.id]
             job.timings[outcome.stage] = job.timings.get(outcome.stage, 0.0) + seconds
-            failed = outcome.error is not None or any(other.error is not None for other in outcomes)
             if failed and len(outcomes) == 1:
                 assert outcome.error is not None
                 answers.append(self._fail(job, error_from(outcome.error)))
@@ -173,8 +303,12 @@ class Scheduler:
                 job.alone = False
                 job.position = outcome.position
                 job.done += 1
-                job.served = self._clock()
-                answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total)))
+                job.served = now
+                self._units[outcome.stage] += 1
+                if outcome.step == outcome.total:
+                    self._cost.learn_stage(outcome.stage, job, outcome.total, job.timings[outcome.stage])
+                eta = 0.0 if outcome.finished else self._expected(job, now)[1]
+                answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total, eta)))
         return answers
 
     def client_of(self, request_id: str) -> bytes:
@@ -193,9 +327,9 @@ class Scheduler:
         return [self._fail(job, error) for job in list(self._jobs.values())]
 
 
-def _status(job: Job, now: float) -> RequestStatus:
-    params, place = job.resolved.params, job.position
-    shape = (params.width or 0, params.height or 0, params.num_frames or 1, job.outputs)
-    if place is None:
-        return RequestStatus(job.id, "queued", now - job.arrived, *shape)
-    return RequestStatus(job.id, "running", now - job.arrived, *shape, place.name, place.unit, place.units)
+def _out_of_time(job: Job, most: int) -> DeadlineExceeded:
+    limit = job.resolved.params.time_limit
+    what = f"its time_limit of {limit:g} s" if limit is not None else f"this server's limit of {most} s for a request"
+    place = job.position
+    where = "before it began" if place is None else f"in {place.name}, after {place.unit} of {place.units} units"
+    return DeadlineExceeded(f"request {job.id} was ended {where}: {what} is over; ask for less or give it more")

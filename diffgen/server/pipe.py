@@ -22,13 +22,13 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 class Start(_Message, frozen=True):
     """First message to a rank: all that it needs. It travels here because a command line can be read by others.
 
-    ``deaths`` counts, by request id, the replicas that died while they ran it.
+    ``restarts`` counts the starts before this one; ``deaths``, by request id, the replicas that died while they ran it.
     """
 
     args: ServerArgs
     rank: int
     run_folder: str
-    rendezvous: str
+    restarts: int
     socket: str
     deaths: dict[str, int]
 

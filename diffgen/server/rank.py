@@ -124,7 +124,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
 
     info = RankInfo(start.rank, args.run.num_gpus)
     device = choose_device(args.run, info)
-    control = join(info, Path(start.run_folder) / start.rendezvous, device)
+    control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", device)
     pipeline = _build_pipeline(start, control, device)
     worker = GPUWorker(pipeline, ParallelExecutor(device), control)
     watch.progress = worker.progress
@@ -176,13 +176,22 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
     """Rank 0's loop: take messages, plan, broadcast, run, answer."""
     import msgspec
 
+    from diffgen.scheduler.plan import StageInfo
     from diffgen.scheduler.scheduler import Scheduler
     from diffgen.server.answer import make_result
     from diffgen.wire.messages import Closing
     from diffgen.wire.router import Router
 
     spec, args = worker.pipeline.spec, start.args
-    scheduler = Scheduler(spec, args.limits, args.run, uuid.uuid4().hex, deaths=start.deaths)
+    scheduler = Scheduler(
+        spec,
+        args.limits,
+        args.run,
+        uuid.uuid4().hex,
+        deaths=start.deaths,
+        stages=[StageInfo(stage.name, stage.prepares, stage.stepped) for stage in worker.pipeline.stages],
+        restarts=start.restarts,
+    )
     router = Router(start.socket, args.listen, inbox)
     pipe.send(Ready(spec.name, router.address))
 
@@ -197,6 +206,8 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
                 continue
             for client, answer in scheduler.handle(*item):
                 router.send(client, answer)
+        for client, answer in scheduler.expire():
+            router.send(client, answer)
         if stopping or scheduler.idle:
             continue
         plan = scheduler.plan()

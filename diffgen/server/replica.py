@@ -60,7 +60,7 @@ class Replica:
         self._ended_at: float | None = None  # of the first rank
         try:
             for rank in range(args.run.num_gpus):
-                self._ranks.append(_spawn(Start(args, rank, str(folder), f"rendezvous-{life}", socket, deaths)))
+                self._ranks.append(_spawn(Start(args, rank, str(folder), life, socket, deaths)))
         except BaseException:
             self.kill()
             raise

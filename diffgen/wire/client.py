@@ -296,7 +296,7 @@ class Connection:
                     unanswered = list(self._pending.values())
                 self._sent.clear()
                 for handle in unanswered:
-                    self._send_request(Submit(handle.id, handle.params))
+                    self._send_request(Submit(handle.id, handle.params, time.monotonic() - handle.created))
                 self._settled.set()
             case Closing():
                 self.end(ServerClosed(f"the server at {self.address} was stopped"))

@@ -30,10 +30,14 @@ class Hello(_Message, frozen=True):
 
 
 class Submit(_Message, frozen=True):
-    """Generate. ``id`` is the client's own choice and must be unique; a UUID is."""
+    """Generate. ``id`` is the client's own choice and must be unique; a UUID is.
+
+    ``age`` is seconds since the request was first sent; they count as part of its time limit.
+    """
 
     id: RequestId
     params: SamplingParams
+    age: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Cancel(_Message, frozen=True):
@@ -67,21 +71,27 @@ class Welcome(_Message, frozen=True):
 
 
 class Accepted(_Message, frozen=True):
-    """The request is valid and queued; ``ahead`` counts the requests that were there before it."""
+    """The request is valid and queued.
+
+    As things stand, ``ahead`` requests go before it, and it ends in ``eta`` seconds: None while nothing is known yet of
+    the time that steps take.
+    """
 
     id: RequestId
     ahead: int
     params: SamplingParams
     warnings: tuple[str, ...]
+    eta: float | None = None
 
 
 class Progress(_Message, frozen=True):
-    """``step`` of ``total`` units of ``stage`` are done."""
+    """``step`` of ``total`` units of ``stage`` are done; ``eta`` is as in :class:`Accepted`."""
 
     id: RequestId
     stage: str
     step: int
     total: int
+    eta: float | None = None
 
 
 class Preview(_Message, frozen=True):
@@ -109,7 +119,10 @@ class Failed(_Message, frozen=True):
 
 
 class RequestStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One request in work. ``step`` of ``total`` units of ``stage`` are done; a queued one has no stage yet."""
+    """One request in work. ``step`` of ``total`` units of ``stage`` are done; a queued one has no stage yet.
+
+    ``ahead`` and ``eta`` are as in :class:`Accepted`; ``time_left`` is seconds to its time limit.
+    """
 
     id: str
     state: Literal["queued", "running"]
@@ -121,18 +134,37 @@ class RequestStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     stage: str = ""
     step: int = 0
     total: int = 0
+    priority: Literal["interactive", "batch"] = "interactive"
+    ahead: int = 0
+    eta: float | None = None
+    time_left: float | None = None
 
 
 class Status(_Message, frozen=True):
     """What the server has in work, oldest first, and what it has done since its start.
 
-    ``finished`` counts ended requests by outcome: "done" or an error code.
+    Attributes:
+        finished: ended requests by outcome: "done" or an error code.
+        ticks, seconds: since this epoch began.
+        queued, running: requests in work.
+        units: of each stage that have run for a request; one that several share counts for each.
+        batches: shared and single units by the number of requests in them.
+        tick_seconds: all ticks together.
+        refused: requests that were not accepted, by error code.
+        restarts: how often the ranks have been started again.
     """
 
     requests: tuple[RequestStatus, ...]
     finished: dict[str, int]
     ticks: int
     seconds: float
+    queued: int
+    running: int
+    units: dict[str, int]
+    batches: dict[int, int]
+    tick_seconds: float
+    refused: dict[str, int]
+    restarts: int
 
 
 class Aborted(_Message, frozen=True):

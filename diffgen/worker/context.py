@@ -48,12 +48,14 @@ class StageContext:
 class Stage(Protocol):
     """A part of a pipeline, cut into units; it keeps nothing between requests.
 
-    ``name`` is what users see in progress and timings. A stage that ``prepares`` takes little and makes the request
-    ready for work that it may share with others, so it goes first.
+    ``name`` is what users see in progress and timings, each only once in a pipeline. A stage that ``prepares`` takes
+    little and makes the request ready for work that it may share with others. Units of one that is ``stepped`` are
+    denoising steps: they take equally long, and there are the more of them the more steps were asked for.
     """
 
     name: str
     prepares: bool
+    stepped: bool
 
     def units(self, req: Req) -> int:
         """How many units the request has in this stage; 0 skips it. Asked when the request enters the stage."""

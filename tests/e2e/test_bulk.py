@@ -133,7 +133,7 @@ def test_bulk_status_and_cancel_on_a_running_server(tiny_wan: Path) -> None:
         status = run([*DIFFGEN, "status", "--connect", generator.address], root)
         assert status.returncode == 0, status.stderr
         assert re.search(rf"{handle.id}  1 x 64x64  denoise \d+/900", status.stdout)
-        assert "1 in work; ended: 4 done" in status.stdout
+        assert "1 running, 0 queued; ended: 4 done" in status.stdout
         as_json = json.loads(run([*DIFFGEN, "status", "--json", "--connect", generator.address], root).stdout)
         assert as_json["requests"][0]["id"] == handle.id
         assert run([*DIFFGEN, "cancel", handle.id, "--connect", generator.address], root).returncode == 0

@@ -122,7 +122,7 @@ def test_wire_shows_every_message() -> None:
     assert [example["type"] for example in examples] == list(kinds)
     from_clients = {kind.__name__ for kind in typing.get_args(ClientMessage)}
     for example in examples:
-        msgspec.convert(example, ClientMessage if example["type"] in from_clients else ServerMessage)
+        msgspec.convert(example, ClientMessage if example["type"] in from_clients else ServerMessage, str_keys=True)
 
 
 def test_python_names_every_error_with_its_code() -> None:

@@ -21,11 +21,12 @@ def _all(base: type[DiffgenError]) -> list[type[DiffgenError]]:
 
 @pytest.mark.parametrize("kind", _all(DiffgenError))
 def test_every_error_travels(kind: type[DiffgenError]) -> None:
-    error = kind("what, rule, remedy", code="some_code", retryable=True, param="seed")
+    error = kind("what, rule, remedy", code="some_code", retryable=True, param="seed", retry_after=2.5)
     data = msgspec.msgpack.encode(error.info())
     back = error_from(msgspec.msgpack.decode(data, type=ErrorInfo))
     assert type(back) is kind
     assert (back.message, back.code, back.retryable, back.param) == ("what, rule, remedy", "some_code", True, "seed")
+    assert back.retry_after == 2.5
     assert str(back) == "what, rule, remedy"
 
 

@@ -21,6 +21,7 @@ class Runs:
     """A stage that does what it is given."""
 
     prepares = False
+    stepped = False
     name = "stage"
 
     def __init__(self, run: Any) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from diffgen.params import Resolved, SamplingParams
+from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.job import Job
-from diffgen.scheduler.plan import MAX_UNIT_REQS, Position
-from diffgen.scheduler.policy import PATIENCE_S, choose
+from diffgen.scheduler.plan import MAX_UNIT_REQS, Position, StageInfo
+from diffgen.scheduler.policy import BATCH_TURN_S, PATIENCE_S, BatchLimits, choose
+
+NOTHING_KNOWN = CostModel()
 
 
 def job(
@@ -20,21 +23,48 @@ def job(
     done: int = 0,
     frames: int = 1,
     alone: bool = False,
+    priority: str = "interactive",
+    deadline: float | None = None,
 ) -> Job:
     params = SamplingParams(
-        prompt="a", num_outputs_per_prompt=outputs, num_inference_steps=steps, width=64, height=64, num_frames=frames
+        prompt="a",
+        num_outputs_per_prompt=outputs,
+        num_inference_steps=steps,
+        width=64,
+        height=64,
+        num_frames=frames,
+        priority=priority,  # type: ignore[arg-type]
     )
-    position = Position(stage, "denoise", 0, 4, key)
+    position = Position(stage, "denoise", done, steps, key)
     resolved = Resolved(params, ())
-    return Job(name, b"c", resolved, arrived, position=position, served=served, done=done, alone=alone)
+    return Job(
+        name, b"c", resolved, arrived, deadline=deadline, position=position, served=served, done=done, alone=alone
+    )
 
 
-def ids(jobs: list[Job], cap: int = 4, now: float = 0) -> list[str]:
-    return [chosen.id for chosen in choose(jobs, cap, now)]
+def ids(
+    jobs: list[Job],
+    cap: int = 4,
+    now: float = 0,
+    pixels: int = 10**9,
+    cost: CostModel = NOTHING_KNOWN,
+    explore: bool = False,
+) -> list[str]:
+    return [chosen.id for chosen in choose(jobs, cost, BatchLimits(cap, pixels), now, explore)]
+
+
+def knows(seconds: float, *, two: float | None = None) -> CostModel:
+    """A cost model that has seen a step of :func:`job` twice, and one of two of them together."""
+    cost = CostModel((StageInfo("encode", prepares=True), StageInfo("denoise", stepped=True)))
+    for _ in range(2):
+        cost.learn_unit("denoise", [job("a")], seconds)
+        if two is not None:
+            cost.learn_unit("denoise", [job("a"), job("b")], two)
+    return cost
 
 
 def test_nothing_waits() -> None:
-    assert choose([], 4, 0) == []
+    assert ids([]) == []
 
 
 def test_equal_keys_share_a_unit_and_others_wait() -> None:
@@ -72,19 +102,60 @@ def test_a_request_larger_than_the_cap_runs_by_itself() -> None:
 
 def test_one_that_failed_with_others_runs_alone() -> None:
     assert ids([job("a", alone=True), job("b")]) == ["a"]
-    assert ids([job("a"), job("b", alone=True), job("c")]) == ["a", "c"]
+    assert ids([job("a"), job("b", alone=True, steps=50), job("c")]) == ["b"], "and first, to share again after it"
 
 
 def test_one_that_is_not_placed_yet_runs_alone() -> None:
     new = job("a")
     new.position = None
     assert ids([new, job("b")]) == ["a"]
+    assert ids([job("b"), new]) == ["a"]
 
 
-def test_what_only_has_to_be_prepared_goes_first_to_share_the_next_steps() -> None:
-    clip = job("clip", frames=9)
-    clip.position = Position(0, "encode", 0, 1, None, prepares=True)
-    assert ids([job("picture"), clip]) == ["clip"]
+def test_what_could_share_the_next_step_is_prepared_before() -> None:
+    new, clip = job("new"), job("clip", frames=9)
+    new.position = clip.position = Position(0, "encode", 0, 1, None, prepares=True)
+    assert ids([job("picture", done=1), new]) == ["new"]
+    assert ids([job("picture", done=1), clip]) == ["picture"], "a clip cannot share it"
+    assert ids([job("picture", done=7, outputs=4), new]) == ["picture"], "there is no room"
+    assert ids([job("picture", done=1, key=None), new]) == ["picture"], "it shares with nobody"
+    assert ids([job("picture", done=1), new], cost=knows(1.0, two=2.0)) == ["picture"], "it does not pay"
+
+
+def test_interactive_requests_go_before_batch_ones_which_still_get_their_turns() -> None:
+    clip, bulk = job("clip", frames=32, key="other"), job("bulk", priority="batch", done=1, served=100)
+    assert ids([bulk, clip], now=100 + 0.9 * BATCH_TURN_S)[0] == "clip"
+    clip.served = 100 + BATCH_TURN_S
+    assert ids([bulk, clip], now=100 + BATCH_TURN_S)[0] == "bulk"
+    fresh = job("fresh", priority="batch", arrived=109, served=109)
+    assert ids([fresh, bulk, clip], now=110)[0] == "bulk", "new ones do not put off the turn of their class"
+    assert ids([bulk, job("picture", done=4)], now=100) == ["picture", "bulk"], "both classes share a step"
+
+
+def test_a_deadline_goes_first_while_it_only_just_can_be_kept() -> None:
+    cost, short = knows(1.0), job("short", steps=2, key="other")
+    for deadline, first in ((20.0, "short"), (8.5, "tight"), (8.0, "tight"), (7.5, "short")):
+        assert ids([short, job("tight", deadline=deadline)], cost=cost)[0] == first, deadline
+    assert ids([short, job("tight", deadline=8.5)])[0] == "short", "without times nobody can tell"
+
+
+def test_order_is_by_seconds_once_they_are_known() -> None:
+    few, many = job("few", steps=4, outputs=2, key="other"), job("many", steps=6)
+    assert ids([few, many])[0] == "many"
+    assert ids([few, many], cost=knows(1.0, two=1.2))[0] == "few"
+
+
+def test_a_batch_is_capped_by_pixels() -> None:
+    jobs = [job(name) for name in "abc"]
+    assert ids(jobs, pixels=2 * 64 * 64) == ["a", "b"]
+    assert ids(jobs, pixels=1) == ["a"], "the first runs whatever its size"
+
+
+def test_a_batch_forms_only_where_it_pays_but_for_trying_now_and_then() -> None:
+    jobs = [job("a"), job("b")]
+    assert ids(jobs, cost=knows(1.0, two=1.5)) == ["a", "b"]
+    assert ids(jobs, cost=knows(1.0, two=2.0)) == ["a"]
+    assert ids(jobs, cost=knows(1.0, two=2.0), explore=True) == ["a", "b"]
 
 
 def test_a_unit_has_a_slot_in_the_vote_for_each() -> None:

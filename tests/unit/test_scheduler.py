@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from diffgen.args import RunArgs
 from diffgen.errors import ErrorInfo, GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
-from diffgen.scheduler.plan import Outcome, Plan, Position
+from diffgen.scheduler.plan import Outcome, Plan, Position, StageInfo
 from diffgen.scheduler.scheduler import Scheduler
-from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, Hello, Progress, Submit, Welcome
+from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Hello, Progress, Submit, Welcome
 
 A, B = b"client a", b"client b"
 _STAGES = ("encode", "denoise")
+STAGES = (StageInfo("encode", prepares=True), StageInfo("denoise", stepped=True))
 _ERROR = GenerationError("denoise failed: by design").info()
 
 
@@ -74,7 +75,8 @@ class Driver:
     def __init__(self, model: ModelSpec, ranks: Ranks | None = None, limits: Limits | None = None, **run: Any) -> None:
         self.now = 0.0
         self.run_args = RunArgs(**run)
-        self.scheduler = Scheduler(model, limits or Limits(), self.run_args, "epoch", lambda: self.now)
+        self.limits = limits or Limits()
+        self.scheduler = Scheduler(model, self.limits, self.run_args, "epoch", lambda: self.now, stages=STAGES)
         self.ranks = ranks or Ranks()
         self.answers: list[tuple[bytes, Any]] = []
         self.finished: list[str] = []
@@ -90,6 +92,7 @@ class Driver:
         return self.send(client, Submit(request_id, SamplingParams(prompt="a", **values)))
 
     def tick(self) -> Plan:
+        self.answers += self.scheduler.expire()
         plan = self.scheduler.plan()
         outcomes = self.ranks.run(plan)
         assert len(self.ranks.held) <= self.run_args.max_running
@@ -135,8 +138,10 @@ def test_a_request_runs_unit_by_unit_and_is_done(drive: Drive) -> None:
     assert accepted.ahead == 0
     assert accepted.params.seed is not None
     driver.drain()
-    steps = [(p.stage, p.step, p.total) for _, p in driver.answers if isinstance(p, Progress)]
+    told = [answer for _, answer in driver.answers if isinstance(answer, Progress)]
+    steps = [(p.stage, p.step, p.total) for p in told]
     assert steps == [("encode", 1, 1), ("denoise", 1, 3), ("denoise", 2, 3), ("denoise", 3, 3)]
+    assert [p.eta for p in told] == [None, 2.0, 1.0, 0.0]
     assert driver.finished == ["a"]
     assert driver.ranks.held == {}
 
@@ -296,6 +301,119 @@ def test_a_full_queue_refuses_until_there_is_room(drive: Drive) -> None:
     driver.drain()
     (accepted,) = driver.submit("c")
     assert isinstance(accepted, Accepted)
+
+
+def test_a_full_queue_says_when_to_come_back(drive: Drive) -> None:
+    driver = drive(limits=Limits(queue=2), max_batch_size=1)
+    driver.submit("a", num_inference_steps=3)
+    driver.submit("b", num_inference_steps=8)
+    (unknown,) = driver.submit("c")
+    assert unknown.error.retry_after == 5
+    driver.tick()
+    driver.tick()
+    (known,) = driver.submit("c")
+    assert known.error.retry_after == 2, "the two steps that the first still has"
+    assert "try again in 2.0 s" in known.error.message
+
+
+def test_place_and_end_are_told_when_accepted_and_in_the_status(drive: Drive) -> None:
+    driver = drive(max_batch_size=1)
+    (first,) = driver.submit("warm", num_inference_steps=1)
+    assert (first.ahead, first.eta) == (0, None)
+    driver.drain()
+    (long,), (short,) = driver.submit("long", num_inference_steps=9), driver.submit("short", num_inference_steps=2)
+    (bulk,) = driver.submit("bulk", num_inference_steps=1, priority="batch")
+    assert (long.ahead, long.eta) == (0, 10.0)
+    assert (short.ahead, short.eta) == (0, 3.0), "it goes before the long one"
+    assert (bulk.ahead, bulk.eta) == (2, 15.0)
+    driver.tick()
+    (status,) = driver.send(B, GetStatus())
+    told = [(r.id, r.state, r.priority, r.ahead, r.eta) for r in status.requests]
+    assert told == [
+        ("long", "running", "interactive", 1, 12.0),
+        ("short", "running", "interactive", 0, 2.0),
+        ("bulk", "running", "batch", 2, 14.0),
+    ]
+    assert status.requests[0].time_left == Limits().time - 1
+
+
+def test_the_status_counts(drive: Drive) -> None:
+    driver = drive(Ranks(poison={"bad": 1}), max_running=3, limits=Limits(queue=4))
+    for name in ("a", "b", "bad", "gone"):
+        driver.submit(name)
+    driver.submit("too many")
+    driver.submit("wrong", width=100)
+    (status,) = driver.send(A, GetStatus())
+    assert (status.queued, status.running, status.refused) == (4, 0, {"queue_full": 2})
+    driver.tick()
+    driver.send(A, Cancel("gone"))
+    (status,) = driver.send(A, GetStatus())
+    assert (status.queued, status.running) == (0, 3)
+    driver.drain()
+    driver.submit("wrong", width=100)
+    (status,) = driver.send(A, GetStatus())
+    assert status.finished == {"done": 2, "generation_failed": 1, "request_cancelled": 1}
+    assert status.refused == {"queue_full": 2, "invalid_size": 1}
+    assert status.units == {"encode": 3, "denoise": 7}, "only those that passed"
+    assert sum(count * size for size, count in status.batches.items()) == 3 + 7 + 4, "and those that did not"
+    assert status.tick_seconds == status.ticks == sum(status.batches.values())
+    assert status.restarts == 0
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 2])
+def test_a_time_limit_ends_a_request_in_every_state(drive: Drive, ticks: int) -> None:
+    driver = drive(max_batch_size=1, max_running=1)
+    driver.submit("a", num_inference_steps=9, time_limit=5.0)
+    driver.submit("b", num_inference_steps=9, time_limit=4.5)
+    for _ in range(ticks):
+        driver.tick()
+    driver.now = 4.5
+    driver.tick()
+    assert driver.failures().keys() == {"b"}
+    driver.now = 5
+    assert [answer.id for _, answer in driver.scheduler.expire()] == ["a"]
+    error = driver.failures()["b"]
+    assert (error.kind, error.code, error.retryable) == ("DeadlineExceeded", "deadline_exceeded", False)
+    assert "time_limit of 4.5 s is over" in error.message
+    driver.drain()
+    assert driver.ranks.held == {}
+
+
+def test_the_servers_own_time_limit_holds_for_all(drive: Drive) -> None:
+    driver = drive(limits=Limits(time=10))
+    (refused,) = driver.submit("a", time_limit=11.0)
+    assert (refused.error.code, refused.error.param) == ("over_limit", "time_limit")
+    driver.submit("b", num_inference_steps=50)
+    driver.drain()
+    error = driver.failures()["b"]
+    assert error.code == "deadline_exceeded"
+    assert "ended in denoise, after 9 of 50 units: this server's limit of 10 s for a request is over" in error.message
+    assert len(driver.ranks.batches) == 10
+
+
+def test_time_before_a_restart_counts(drive: Drive) -> None:
+    driver = drive()
+    driver.send(A, Submit("a", SamplingParams(prompt="a", num_inference_steps=20, time_limit=9.0), age=4.0))
+    driver.drain()
+    assert len(driver.ranks.batches) == 5
+
+
+def test_an_impossible_time_limit_is_refused_with_the_numbers(drive: Drive) -> None:
+    driver = drive(max_batch_size=1)
+    driver.submit("warm", num_inference_steps=1)
+    driver.drain()
+    (refused,) = driver.submit("a", num_inference_steps=20, time_limit=10.0)
+    assert (refused.error.code, refused.error.retryable, refused.error.param) == (
+        "deadline_impossible", False, "time_limit",
+    )  # fmt: skip
+    assert "the request takes about 21.0 s by itself" in refused.error.message
+    (accepted,) = driver.submit("b", num_inference_steps=20, time_limit=15.0)
+    assert isinstance(accepted, Accepted), "estimates are rough: only what takes half as long again is refused"
+    (later,) = driver.submit("c", num_inference_steps=20, time_limit=21.0, priority="batch")
+    assert (later.error.code, later.error.retryable) == ("deadline_impossible", True)
+    assert later.error.retry_after == 21.0
+    driver.drain()
+    assert driver.failures().keys() == {"a", "b", "c"}
 
 
 def test_bye_cancels_all_of_one_client_and_answers_nothing(drive: Drive) -> None:

@@ -25,6 +25,7 @@ class Encode:
     """Takes the prompt's length for its meaning."""
 
     prepares = False
+    stepped = False
     name = "encode"
 
     def units(self, req: Req) -> int:
@@ -63,6 +64,7 @@ class Denoise:
     """Each step adds the text's mean. ``bad`` and ``nan`` prompts fail in their second step."""
 
     prepares = False
+    stepped = False
     name = "denoise"
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ control = join(RankInfo(rank, 2), Path(sys.argv[2]), torch.device("cpu"))
 
 class Stage:
     prepares = False
+    stepped = False
     name = "stage"
     def units(self, req): return 2
     def batch_key(self, req): return "all"
