@@ -22,6 +22,7 @@ from diffgen.errors import DiffgenError, StartFailed, WorkerDied
 from diffgen.server.pipe import TO_RANK, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop, ToRank
 
 if TYPE_CHECKING:
+    from diffgen.worker.faults import Faults
     from diffgen.worker.worker import GPUWorker, Progress
 
 logger = logging.getLogger("diffgen.rank")
@@ -120,18 +121,22 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     from diffgen.distributed.groups import RankInfo, join
     from diffgen.loading.device import choose_device
     from diffgen.worker.executor import ParallelExecutor
+    from diffgen.worker.faults import Faults
     from diffgen.worker.worker import GPUWorker
 
     info = RankInfo(start.rank, args.run.num_gpus)
     device = choose_device(args.run, info)
     control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", device)
+    faults = Faults.from_environment(info.rank, Path(start.run_folder))
+    faults.at("load")
     pipeline = _build_pipeline(start, control, device)
+    faults.install(pipeline.stages)
     worker = GPUWorker(pipeline, ParallelExecutor(device), control)
     watch.progress = worker.progress
     control.gather_vote([info.rank])  # no rank is ready before all have loaded
     logger.info("ready: %s on %s with %d threads", pipeline.spec.name, device, torch.get_num_threads())
     if info.leads:
-        _lead(start, worker, pipe, stops)
+        _lead(start, worker, faults, pipe, stops)
     else:
         pipe.send(Ready(pipeline.spec.name))
         _follow(worker)
@@ -172,7 +177,7 @@ def _follow(worker: GPUWorker) -> None:
         worker.tick(plan)
 
 
-def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.SimpleQueue[Any]) -> None:
+def _lead(start: Start, worker: GPUWorker, faults: Faults, pipe: Pipe[ToRank], inbox: queue.SimpleQueue[Any]) -> None:
     """Rank 0's loop: take messages, plan, broadcast, run, answer."""
     import msgspec
 
@@ -225,6 +230,7 @@ def _lead(start: Start, worker: GPUWorker, pipe: Pipe[ToRank], inbox: queue.Simp
             router.send(scheduler.client_of(preview.id), preview, array)
         for req in finished.values():
             job = scheduler.release(req.id)
+            faults.at("send", prompts=[req.params.prompt])
             result, tensor = make_result(req, job.timings, worker.executor.device)
             router.send(job.client, result, tensor)
     broadcast(scheduler.stop())

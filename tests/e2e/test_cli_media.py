@@ -232,11 +232,11 @@ def test_completion(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_second_ctrl_c_ends_at_once(tiny_wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a unit hangs, the first waits for it and then ends the ranks by force."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    monkeypatch.setenv("DIFFGEN_FAULT", "hang@denoise:1:0")
     with run_root() as root:
         leader, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, (24, 80))
-        model = ["--model-path", str(tiny_wan), "--pipeline", "faulty_families:EndsItsProcess", "--device", "cpu"]
+        model = ["--model-path", str(tiny_wan), "--device", "cpu"]
         process = subprocess.Popen(
             [*DIFFGEN, "generate", *model, *FLAGS, "--prompt", "hang", "--num-frames", "1"],
             stderr=terminal,

@@ -19,6 +19,7 @@ from diffgen import DiffGenerator
 from diffgen.errors import (
     DiffgenError,
     GenerationError,
+    NanOutput,
     OutOfMemory,
     RanksDiverged,
     ServerClosed,
@@ -30,7 +31,6 @@ from diffgen.wire.messages import Progress
 
 FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
 LONG = {**FAST, "num_inference_steps": 900}
-SUPPORT = str(Path(__file__).parents[1] / "support")
 
 USER = """
 import sys, threading
@@ -47,11 +47,6 @@ if mode == "denoise":
             break
 threading.Event().wait()
 """
-
-
-@pytest.fixture
-def faulty_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", SUPPORT)
 
 
 @pytest.fixture
@@ -141,13 +136,13 @@ def test_a_dead_rank_is_replaced_and_no_request_is_lost(tiny_wan: Path, root: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["poison", "hang"])
 def test_a_request_that_kills_the_server_twice_is_refused(
-    tiny_wan: Path, root: Path, faulty_families: None, prompt: str
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
     """Its company in the same batch runs on, both times; the address of clients from outside stays."""
+    monkeypatch.setenv("DIFFGEN_FAULT", "exit@denoise:1:0:*:poison;hang@denoise:1:0:*:hang")
     with DiffGenerator.from_pretrained(
         str(tiny_wan),
         device="cpu",
-        pipeline="faulty_families:EndsItsProcess",
         log_level="error",
         unit_timeout=4,
         address="tcp://127.0.0.1:*",
@@ -185,71 +180,82 @@ def test_a_server_that_may_not_restart_says_why_it_ended(tiny_wan: Path, root: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "error", "match"),
+    ("kind", "match"),
     [
-        ("FailsToLoadOnRank1", StartFailed, "rank 1: ValueError: rank 1 has no luck"),
-        ("DiesWhileLoadingOnRank1", StartFailed, r"rank 1 \(pid \d+\) ended with exit code 7"),
+        ("raise", "rank 1: RuntimeError: fault on purpose"),
+        ("exit", r"rank 1 \(pid \d+\) ended with exit code 9"),
     ],
 )
 def test_a_rank_that_cannot_start_ends_all(
-    tiny_wan: Path, root: Path, faulty_families: None, family: str, error: type[DiffgenError], match: str
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, match: str
 ) -> None:
-    with pytest.raises(error, match=match):
-        DiffGenerator.from_pretrained(
-            str(tiny_wan), num_gpus=2, device="cpu", pipeline=f"faulty_families:{family}", log_level="error"
-        )
+    monkeypatch.setenv("DIFFGEN_FAULT", f"{kind}@load:0:1")
+    with pytest.raises(StartFailed, match=match):
+        DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=2, device="cpu", log_level="error")
     assert leftovers(root) == []
 
 
-def test_start_has_a_time_limit(tiny_wan: Path, root: Path, faulty_families: None) -> None:
+def test_start_has_a_time_limit(tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFGEN_FAULT", "hang@load:0:0")
     with pytest.raises(StartFailed, match=r"ranks \[0\] were not ready after 8 s"):
-        DiffGenerator.from_pretrained(
-            str(tiny_wan), device="cpu", start_timeout=8, pipeline="faulty_families:LoadsSlowly"
-        )
+        DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", start_timeout=8)
     assert leftovers(root) == []
+
+
+# What strikes, by the first word of the prompts: the kind and where, and the error that the request ends with.
+FAULTS: dict[str, tuple[str, type[DiffgenError], str]] = {
+    "raises": ("raise@denoise:1", GenerationError, "denoise failed: RuntimeError: fault on purpose"),
+    "fills": ("oom@denoise:2", OutOfMemory, "out of memory in denoise"),
+    "fills-late": ("oom@decode:0", OutOfMemory, "out of memory in decode"),
+    "odd-text": ("nan@encode:0", NanOutput, "encode: .* values of encoder_hidden_states"),
+    "odd-latents": ("nan@denoise:1", NanOutput, "denoise: .* latents"),
+    "odd-frames": ("nan@decode:0", NanOutput, "decode: .* decoded pixels"),
+    "differs": ("differ@denoise:1", RanksDiverged, r"ranks \[1\]"),
+}
 
 
 @pytest.mark.slow
-def test_failures_on_one_rank_are_answered_and_pass(tiny_wan: Path, root: Path, faulty_families: None) -> None:
-    """An exception or another value on rank 1 ends that request with rank 1's reason; its company and all later ones
-    go on with the same pixels."""
-    with DiffGenerator.from_pretrained(
-        str(tiny_wan), num_gpus=2, device="cpu", pipeline="faulty_families:FailsOnRank1", log_level="error"
-    ) as generator:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_failures_on_one_rank_are_answered_and_pass(
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Each ends its request with that rank's reason; its company and all later ones go on with the same pixels."""
+    last, cases = ranks - 1, {name: FAULTS[name] for name in FAULTS if ranks > 1 or name != "differs"}
+    faults = [f"{where}:{last}:*:{name} " for name, (where, _, _) in cases.items()]
+    monkeypatch.setenv("DIFFGEN_FAULT", ";".join([*faults, f"raise@denoise:1:{last}:1:once "]))
+    with DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=ranks, device="cpu", log_level="error") as generator:
         good = generator.generate("a", seed=1, **FAST)
-        company = generator.submit("a", seed=1, **FAST)
-        bad = generator.submit("bad", seed=1, **FAST)
-        with pytest.raises(GenerationError, match="rank 1: denoise failed: RuntimeError: rank 1 has a bug"):
-            bad.result(timeout=60)
-        assert np.abs(company.result(timeout=60).pixels.astype(int) - good.pixels).max() <= 1
-        with pytest.raises(RanksDiverged, match=r"\[1\]"):
-            generator.generate("odd", seed=1, timeout=60, **FAST)
+        for name, (_, error, match) in cases.items():
+            company = generator.submit("a", seed=1, **FAST)
+            bad = generator.submit(f"{name} ", seed=1, **FAST)
+            with pytest.raises(error, match=match if ranks == 1 or error is RanksDiverged else f"rank 1: {match}"):
+                bad.result(timeout=60)
+            assert np.abs(company.result(timeout=60).pixels.astype(int) - good.pixels).max() <= 1
+        passing = [generator.submit(prompt, seed=1, **FAST) for prompt in ("once ", "a")]
+        for handle in passing:
+            handle.result(timeout=60)
         again = generator.generate("a", seed=1, timeout=60, **FAST)
         assert np.array_equal(again.pixels, good.pixels)
         time.sleep(1.2)  # a heartbeat later
-        ranks = generator.ranks()
-        assert ranks[0].heartbeat is not None
-        assert ranks[1].heartbeat is not None
-        assert ranks[0].heartbeat.units == ranks[1].heartbeat.units
-        assert ranks[0].heartbeat.fingerprint == ranks[1].heartbeat.fingerprint
+        beats = [rank.heartbeat for rank in generator.ranks()]
+        assert beats[0] is not None
+        assert beats[-1] is not None
+        assert beats[0].units == beats[-1].units
+        assert beats[0].fingerprint == beats[-1].fingerprint
     with pytest.raises(ServerClosed):
         generator.generate("a")
     generator.close()
 
 
-def test_one_rank(tiny_wan: Path, root: Path, faulty_families: None) -> None:
-    """Lack of memory ends one request only; an idle rank sleeps; its command line and environment hold no secret."""
+def test_one_rank(tiny_wan: Path, root: Path) -> None:
+    """An idle rank sleeps; its command line and environment hold no secret."""
     with DiffGenerator.from_pretrained(
         str(tiny_wan),
         device="cpu",
-        pipeline="faulty_families:RunsOutOfMemory",
         log_level="error",
         address="tcp://127.0.0.1:*",
         token="sesame",
     ) as generator:
-        with pytest.raises(OutOfMemory, match="decode") as caught:
-            generator.generate("big", **FAST)
-        assert caught.value.code == "out_of_memory"
         generator.generate("a", **FAST)
         process = psutil.Process(generator.ranks()[0].pid)
         before = sum(process.cpu_times()[:2])
