@@ -123,6 +123,11 @@ class DiffGenerator:
         listens = None if self._supervisor is None else self._supervisor.address
         return self._connection.address if listens is None else listens
 
+    @property
+    def failure(self) -> DiffgenError | None:
+        """Why the ranks of this generator are gone for good; None while they live or are started again."""
+        return None if self._supervisor is None else self._supervisor.failure
+
     def ranks(self) -> list[RankStatus]:
         """What each rank last said of itself; empty for a server of another process."""
         return [] if self._supervisor is None else self._supervisor.ranks()

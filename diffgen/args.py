@@ -72,6 +72,7 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe log line to print")
     ] = "warning"
+    log_format: Annotated[Literal["text", "json"], Meta(description="form of the log lines, on stderr")] = "text"
 
 
 class ListenArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -124,6 +124,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     images: Annotated[int, Meta(description="images or clips of one request")] = 16
     prompt: Annotated[int, Meta(description="characters of a prompt")] = 20_000
     time: Annotated[int, Meta(description="seconds from acceptance to the end")] = 86_400
+    body: Annotated[int, Meta(description="bytes of one HTTP request")] = 2**24
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

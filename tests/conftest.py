@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from http_server import Server, serving
 from oracle import THREADS, Oracle
+from processes import leftovers, run_root
 
 from diffgen import DiffGenerator
 
@@ -59,3 +61,15 @@ def bundled_generator() -> Iterator[DiffGenerator]:
     """One rank with the bundled model, shared: a test must leave no request behind."""
     with DiffGenerator.from_pretrained(device="cpu", dtype="float32", threads=THREADS) as generator:
         yield generator
+
+
+@pytest.fixture(scope="session")
+def http_server(tiny_wan: Path) -> Iterator[Server]:
+    """``diffgen serve`` with :func:`tiny_wan` and an API key, shared: a test must leave no request behind."""
+    limits = ("queue=24", "pixels=65536", "steps=1000", "frames=33", "body=1000000")
+    with run_root() as root:
+        arguments = [str(tiny_wan), "--served-model-name", "org/tiny-wan,tiny", *(f"--limit={limit}" for limit in limits)]
+        with serving(root, *arguments, key="open sesame") as server:
+            yield server
+            assert server.stop() == 0
+        assert leftovers(root) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -13,8 +14,13 @@ from diffgen.fields import Field, fields
 AUTO = object()  # a flag that was not given
 
 
-def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct]) -> None:
-    """One flag a field, ``--like-this``, or ``--no-that`` where the default is true; help comes from the field."""
+def add_flags(
+    parser: argparse.ArgumentParser, struct: type[msgspec.Struct], defaults: Mapping[str, object] | None = None
+) -> None:
+    """One flag a field, ``--like-this``, or ``--no-that`` where the default is true; help comes from the field.
+
+    ``defaults`` are told where a command has its own.
+    """
     group = parser.add_argument_group((struct.__doc__ or "").partition("\n")[0].partition(":")[0].rstrip("."))
     for name, field in fields(struct).items():
         if not field.extra.get("cli", True):
@@ -27,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct]) -> 
         if field.default is True:
             text = f"do not {text}"
         elif field.default not in (None, msgspec.NODEFAULT, False):
-            text += f" (default {field.default})"
+            text += f" (default {(defaults or {}).get(name, field.default)})"
         text = text.replace("%", "%%")
         group.add_argument(*names, dest=name, default=AUTO, help=text, **_value_options(field))
 

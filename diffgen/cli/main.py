@@ -15,12 +15,16 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 import diffgen
 from diffgen.args import ModelArgs, RunArgs
+from diffgen.cli import serve as serve_command
 from diffgen.cli.completion import SHELLS
 from diffgen.cli.flags import add_flags
 from diffgen.cli.options import BulkOptions, CallOptions, ConnectOptions
 from diffgen.errors import DiffgenError, InvalidRequest
+from diffgen.http.args import HttpArgs
 from diffgen.media.save import SaveOptions
 from diffgen.params import SamplingParams
 
@@ -38,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--config", metavar="FILE", help="flags by their names in YAML or JSON; those of the command line count more"
     )
+    struct: type[msgspec.Struct]
     for struct in (SamplingParams, SaveOptions, CallOptions):
         add_flags(generate, struct)
     add_server_flags(generate)
@@ -50,6 +55,17 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(bulk, BulkOptions)
     bulk.add_argument("requests", metavar="FILE", help="a JSON object of parameters a line; - reads stdin")
     add_server_flags(bulk)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP: OpenAI's images and videos, and a page to try it on.",
+        allow_abbrev=False,
+    )
+    serve.add_argument("model", metavar="MODEL", nargs="?", help="as --model-path")
+    add_flags(serve, HttpArgs)
+    for struct in (ModelArgs, RunArgs):
+        add_flags(serve, struct, serve_command.DEFAULTS)
+    add_limits(serve)
     status = commands.add_parser("status", help="list what a running server has in work", allow_abbrev=False)
     status.add_argument("--json", action="store_true", help="print one JSON object")
     cancel = commands.add_parser("cancel", help="cancel a request of a running server", allow_abbrev=False)
@@ -66,6 +82,10 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """How to serve, or which server to use."""
     for struct in (ConnectOptions, ModelArgs, RunArgs):
         add_flags(parser, struct)
+    add_limits(parser)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
     serving = parser.add_argument_group("Limits")
     serving.add_argument(
         "--limit", action="append", default=[], metavar="NAME=VALUE", help="refuse more than this; repeatable"
@@ -104,6 +124,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return print_script(build_parser(), arguments.shell)
     elif arguments.command == "bulk":
         from diffgen.cli import bulk as command
+    elif arguments.command == "serve":
+        command = serve_command
     elif arguments.command in ("status", "cancel"):
         from diffgen.cli import server as command
     else:

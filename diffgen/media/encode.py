@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from diffgen.errors import InvalidRequest
 from diffgen.media.metadata import KEY, TEXT_KEY, Metadata, exif
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 DEFAULT_QUALITY = 95
 MAX_SIDE = {"jpeg": 65_535, "webp": 16_383, "gif": 65_535}
+Target = Path | IO[bytes]
 GIF_MAX_FPS = 50  # browsers show a frame of less than 1/50 s for 1/10 s
 
 
-def save_png(image: NDArray[np.uint8], path: Path, metadata: Metadata | None = None) -> None:
+def save_png(image: NDArray[np.uint8], path: Target, metadata: Metadata | None = None) -> None:
     """Write (height, width, 3) as PNG."""
     from PIL import Image, PngImagePlugin
 
@@ -32,20 +33,20 @@ def save_png(image: NDArray[np.uint8], path: Path, metadata: Metadata | None = N
 
 
 def save_jpeg(
-    image: NDArray[np.uint8], path: Path, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
+    image: NDArray[np.uint8], path: Target, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
 ) -> None:
     """Write (height, width, 3) as JPEG, with colours at full resolution."""
     _save_lossy(image, path, metadata, format="JPEG", quality=quality, subsampling="4:4:4")
 
 
 def save_webp(
-    image: NDArray[np.uint8], path: Path, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
+    image: NDArray[np.uint8], path: Target, quality: int = DEFAULT_QUALITY, metadata: Metadata | None = None
 ) -> None:
     """Write (height, width, 3) as lossy WebP."""
     _save_lossy(image, path, metadata, format="WEBP", quality=quality)
 
 
-def _save_lossy(image: NDArray[np.uint8], path: Path, metadata: Metadata | None, **options: Any) -> None:
+def _save_lossy(image: NDArray[np.uint8], path: Target, metadata: Metadata | None, **options: Any) -> None:
     from PIL import Image
 
     if metadata is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffgen.args import ModelArgs
 from diffgen.errors import DiffgenError, StartFailed, WorkerDied
+from diffgen.logs import set_up_logs
 from diffgen.server.pipe import TO_RANK, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop, ToRank
 
 if TYPE_CHECKING:
@@ -39,10 +40,7 @@ def main() -> None:
     except EOFError:
         return
     assert isinstance(start, Start)
-    logging.basicConfig(
-        level=start.args.run.log_level.upper(),
-        format=f"%(asctime)s rank {start.rank} %(levelname)s %(name)s: %(message)s",
-    )
+    set_up_logs(start.args.run.log_level, start.args.run.log_format, f"rank {start.rank}")
     if start.args.run.log_level in ("warning", "error"):
         # Advice that it prints at import, for people who write its programs.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,0 +1,87 @@
+"""The application: all routes, behind the guard."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from diffgen.errors import DiffgenError
+from diffgen.http import health, images, models, page, schema, videos
+from diffgen.http.args import HttpArgs, is_loopback, names
+from diffgen.http.errors import HttpError, from_diffgen
+from diffgen.http.guard import Access, Guard, exchange_of
+from diffgen.http.service import Service, service_of
+
+metrics_router = APIRouter()
+
+
+@metrics_router.get("/metrics", **schema.gives_text("text/plain"))
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    service = service_of(request)
+    text = await asyncio.to_thread(service.metrics.text, service.generator)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
+    """What a server runs."""
+    app = FastAPI(docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
+    app.state.service, app.state.probe = service, health.Probe()
+    for routes in (images, videos, models, health, page):
+        app.include_router(routes.router)
+    app.include_router(metrics_router)
+    app.add_exception_handler(HttpError, _answer_error)
+    app.add_exception_handler(DiffgenError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_error)
+    app.add_exception_handler(Exception, _answer_error)
+    schema.install(app)
+    args = service.args
+    access = Access(keys, _hosts(args), names(args.allowed_origins))
+    guarded = Guard(app, access, service.limits.body, service.metrics.answered)
+    if not access.origins:
+        return guarded
+    exposed = ["x-request-id", "x-should-retry", "retry-after", "openai-poll-after-ms"]
+    return CORSMiddleware(
+        guarded, list(access.origins), allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
+    )
+
+
+def _hosts(args: HttpArgs) -> tuple[str, ...] | None:
+    """Names under which the server may be called. Beyond this machine the key protects it, or nothing was asked to."""
+    further = names(args.allowed_hosts)
+    if not is_loopback(args.host) and not further:
+        return None
+    return ("localhost", "127.0.0.1", "::1", args.host, *further)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    found = _as_http(request, error)
+    exchange_of(request.scope).notes["code"] = found.code
+    return found.response()
+
+
+def _as_http(request: Request, error: Exception) -> HttpError:
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, DiffgenError):
+        return from_diffgen(error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return HttpError(400, "invalid_request", str(first["msg"]), param=str(first["loc"][-1]))
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            allowed = f"{request.url.path} takes {headers.get('allow', 'other methods')}, not {request.method}"
+            return HttpError(405, "method_not_allowed", allowed, headers=headers)
+        if error.status_code == 404:
+            return HttpError(404, "unknown_route", f"there is no {request.url.path[:200]} here; see /openapi.json")
+        return HttpError(error.status_code, "invalid_request", str(error.detail), headers=headers)
+    return HttpError(500, "internal_error", "the server has failed; its log says more, under this x-request-id")

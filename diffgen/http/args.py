@@ -1,0 +1,96 @@
+"""How the HTTP server listens, whom it lets in and what it keeps."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from diffgen.errors import InvalidRequest
+from diffgen.fields import refuse
+
+API_KEY_VARIABLE = "DIFFGEN_API_KEY"
+
+
+class HttpArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """HTTP server."""
+
+    host: Annotated[str, Meta(description="address to listen at")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port to listen at; 0 picks a free one", extra={"min": 0, "max": 65535})] = (
+        8000
+    )
+    api_key_file: Annotated[
+        str | None,
+        Meta(description=f"file with an API key a line, any of which lets a client in; {API_KEY_VARIABLE} is one more"),
+    ] = None
+    insecure: Annotated[bool, Meta(description="listen beyond this machine without an API key")] = False
+    served_model_name: Annotated[
+        str | None, Meta(description="names of the model for clients, separated by commas; its own when unset")
+    ] = None
+    allowed_hosts: Annotated[
+        str | None, Meta(description="further names, separated by commas, under which clients may reach this server")
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        Meta(description="origins, separated by commas, whose web pages may use this server; none when unset"),
+    ] = None
+    public_base_url: Annotated[
+        str | None, Meta(description="start of the URLs in answers, for a server behind a proxy")
+    ] = None
+    data_path: Annotated[
+        str | None, Meta(description="folder for video jobs and files; one of the user's own for each port when unset")
+    ] = None
+    media_ttl: Annotated[
+        float, Meta(description="seconds that finished files are kept", extra={"min": 1, "max": 31_536_000})
+    ] = 86400.0
+    shutdown_timeout: Annotated[
+        float,
+        Meta(description="seconds that work in progress has to end after SIGTERM", extra={"min": 0, "max": 86400}),
+    ] = 30.0
+    unknown_params: Annotated[
+        Literal["refuse", "ignore"], Meta(description="what happens to parameters that nobody knows")
+    ] = "refuse"
+    media_metadata: Annotated[bool, Meta(description="write into the files how they were made")] = False
+    log_prompts: Annotated[bool, Meta(description="write prompts into the log")] = False
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """The parts of a list that is separated by commas."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_api_keys(args: HttpArgs) -> tuple[bytes, ...]:
+    """Every key that lets a client in; none means that nobody needs one.
+
+    Raises :class:`InvalidRequest` for a file that cannot be read or holds no key, and where others could reach a
+    server that asks for none.
+    """
+    keys: list[str] = []
+    if args.api_key_file is not None:
+        try:
+            lines = Path(args.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:  # a ValueError where it is no UTF-8, or the path holds a NUL
+            reason = error.strerror if isinstance(error, OSError) else error
+            refuse("api_key_file", f"cannot read api_key_file {args.api_key_file!r}: {reason}")
+        keys = [line.strip() for line in lines if line.strip()]
+        if not keys:
+            refuse("api_key_file", f"api_key_file {args.api_key_file!r} holds no key; write one a line")
+    if os.environ.get(API_KEY_VARIABLE):
+        keys.append(os.environ[API_KEY_VARIABLE])
+    if not keys and not is_loopback(args.host) and not args.insecure:
+        remedy = "give api_key_file, or insecure where everyone who can reach it may use it"
+        raise InvalidRequest(f"host {args.host} can be reached by others and no API key is set; {remedy}", param="host")
+    return tuple(key.encode() for key in keys)

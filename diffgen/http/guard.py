@@ -1,0 +1,169 @@
+"""What stands before every route: request ids, who may come in, how much may be sent, and the log line."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diffgen.http.errors import HttpError
+
+logger = logging.getLogger("diffgen.http")
+
+#: Answered without a key: probes, and the page, which is where a user types it.
+OPEN = frozenset({"/health", "/ready", "/v2/health/live", "/v2/health/ready", "/", "/page.js", "/page.css"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/v2/health/live", "/v2/health/ready"})
+
+
+@dataclasses.dataclass
+class Exchange:
+    """One request and its answer. ``notes`` go into its log line."""
+
+    id: str
+    began: float
+    status: int = 0
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    found = scope["state"]["exchange"]
+    assert isinstance(found, Exchange)
+    return found
+
+
+class Access:
+    """Who may come in: by key, by the name under which the server is called, and by the page that calls it.
+
+    Args:
+        keys: none means that nobody needs one.
+        hosts: names that a Host header may hold, without port; None allows any.
+        origins: of other sites' pages that may use the server.
+    """
+
+    def __init__(self, keys: Iterable[bytes], hosts: Iterable[str] | None, origins: Iterable[str]) -> None:
+        self._keys = tuple(keys)
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+        self.origins = frozenset(origins)
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raises :class:`HttpError`."""
+        host = headers.get("host", "")
+        if self._hosts is not None and _without_port(host) not in self._hosts:
+            remedy = "use localhost, or start the server with allowed_hosts"
+            raise HttpError(403, "host_not_allowed", f"this server is not called {host!r:.100}; {remedy}")
+        origin = headers.get("origin")
+        # A page of another site could otherwise post forms here, which needs no permission of CORS.
+        if origin is not None and origin not in self.origins and origin.partition("://")[2] != host:
+            rule = "pages of other sites may not use this server; see allowed_origins"
+            raise HttpError(403, "origin_not_allowed", f"origin {origin!r:.100}: {rule}")
+        if path not in OPEN:
+            self._check_key(headers.get("authorization", ""))
+
+    def _check_key(self, header: str) -> None:
+        if not self._keys:
+            return
+        scheme, _, given = header.partition(" ")
+        key = given.strip().encode() if scheme.lower() == "bearer" else b""
+        if not any(hmac.compare_digest(key, known) for known in self._keys):
+            rule = "send the header 'Authorization: Bearer KEY' with a key of this server"
+            problem = "the API key is wrong" if key else "an API key is missing"
+            challenge = {"www-authenticate": "Bearer"}
+            raise HttpError(401, "invalid_api_key", f"{problem}; {rule}", headers=challenge)
+
+
+def _without_port(host: str) -> str:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    return name.strip("[]").lower()
+
+
+class Guard:
+    """Wraps the application. ``observe`` is told of each exchange that has ended, with route, method and seconds."""
+
+    def __init__(
+        self, app: ASGIApp, access: Access, max_body: int, observe: Callable[[str, str, int, float], None]
+    ) -> None:
+        self._app, self._access, self._max_body, self._observe = app, access, max_body, observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(f"req_{uuid.uuid4().hex}", time.monotonic())
+        scope.setdefault("state", {})["exchange"] = exchange
+        headers = Headers(scope=scope)
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                _mark(MutableHeaders(scope=message), exchange.id, headers.get("x-request-id"))
+            await send(message)
+
+        try:
+            self._access.check(scope["path"], headers)
+            limited = _limited(receive, headers, self._max_body)
+        except HttpError as error:
+            exchange.notes["code"] = error.code
+            await error.response()(scope, receive, send_marked)
+        else:
+            await self._app(scope, limited, send_marked)
+        finally:
+            self._end(scope, exchange, headers)
+
+    def _end(self, scope: Scope, exchange: Exchange, headers: Headers) -> None:
+        seconds = time.monotonic() - exchange.began
+        route = getattr(scope.get("route"), "path", "unknown")
+        self._observe(route, scope["method"], exchange.status, seconds)
+        level = logging.ERROR if exchange.status in (0, 500) else logging.INFO
+        if scope["path"] in _QUIET and level == logging.INFO:
+            level = logging.DEBUG
+        theirs = headers.get("x-request-id")
+        notes = exchange.notes if theirs is None else {"client_request_id": _printable(theirs), **exchange.notes}
+        logger.log(
+            level,
+            "%s %s %s",
+            scope["method"],
+            _printable(scope["path"]),
+            exchange.status or "no answer",
+            extra={"request_id": exchange.id, "seconds": round(seconds, 4), **notes},
+        )
+
+
+def _mark(headers: MutableHeaders, request_id: str, theirs: str | None) -> None:
+    headers["x-request-id"] = request_id
+    headers["x-content-type-options"] = "nosniff"
+    if theirs is not None:
+        headers["x-client-request-id"] = _printable(theirs)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if " " <= char <= "~" else "?" for char in text[:200])
+
+
+def _limited(receive: Receive, headers: Headers, most: int) -> Receive:
+    """``receive`` that gives at most ``most`` bytes. Raises :class:`HttpError`, at once where the length is said."""
+
+    def too_large(size: str) -> HttpError:
+        rule = f"this server takes at most {most} (limit body); send less"
+        return HttpError(413, "body_too_large", f"the request has {size} bytes, and {rule}")
+
+    length = headers.get("content-length", "")
+    if length.isdigit() and int(length[:20]) > most:
+        raise too_large(length[:20])
+    taken = 0
+
+    async def receive_limited() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > most:
+            raise too_large(f"more than {most}")
+        return message
+
+    return receive_limited

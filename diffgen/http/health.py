@@ -1,0 +1,105 @@
+"""Whether the server lives, is ready, and really generates."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffgen.api import DiffGenerator
+from diffgen.errors import DiffgenError
+from diffgen.http import schema
+from diffgen.http.errors import HttpError, json_response
+from diffgen.http.service import Service, service_of
+
+router = APIRouter()
+
+# A rank tells each second that it lives, from a thread, whatever it computes.
+_SILENT_S = 5.0
+_PROBE_S = 30.0
+_PROBE_SIZE = 64
+#: A success this young answers for a probe.
+_FRESH_S = 10.0
+
+
+def _trouble(service: Service) -> str | None:
+    """Why no request would be answered now; None while the model is loaded for the first time, too."""
+    if service.failure is not None:
+        return str(service.failure)
+    generator = service.generator
+    if generator is None:
+        return None
+    ranks = generator.ranks()
+    down = [rank.rank for rank in ranks if rank.ready is None]
+    if down or not ranks:
+        return f"ranks {down or ''} are being started again"
+    silent = [rank.rank for rank in ranks if time.monotonic() - rank.last_seen > _SILENT_S]
+    return f"ranks {silent} have given no sign of life for over {_SILENT_S:g} s" if silent else None
+
+
+@router.get("/v2/health/live", include_in_schema=False)
+@router.get("/health", **schema.gives("Any"))
+async def health(request: Request) -> Response:
+    """Alive: this process answers, and every rank has given a sign of life. Busy counts as alive."""
+    service = service_of(request)
+    trouble = _trouble(service)
+    if trouble is not None:
+        raise HttpError(503, "unhealthy", trouble, retry_after=1)
+    return json_response({"status": "loading" if service.generator is None else "ok"})
+
+
+@router.get("/v2/health/ready", include_in_schema=False)
+@router.get("/ready", **schema.gives("Any"))
+async def ready(request: Request) -> Response:
+    """Takes requests: loaded, alive, and not stopping."""
+    service = service_of(request)
+    service.accepting()
+    trouble = _trouble(service)
+    if trouble is not None:
+        raise HttpError(503, "not_ready", trouble, retry_after=1)
+    return json_response({"status": "ready", "model": service.served[0]})
+
+
+@router.get("/health_generate", **schema.gives("Any"))
+async def health_generate(request: Request) -> Response:
+    """Alive by proof: makes a small picture in as few steps as the model has. One at a time, whoever asks."""
+    service = service_of(request)
+    generator = service.accepting()
+    probe: Probe = request.app.state.probe
+    seconds = await probe.run(generator)
+    return json_response({"status": "ok", "seconds": round(seconds, 4)})
+
+
+class Probe:
+    """At most one generation in flight; its success answers for all who ask within :data:`_FRESH_S`."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[float] | None = None
+        self._ended = 0.0
+
+    async def run(self, generator: DiffGenerator) -> float:
+        """Seconds that it took. Raises :class:`HttpError`."""
+        old = self._running
+        if old is None or (old.done() and (old.exception() or time.monotonic() - self._ended > _FRESH_S)):
+            self._running = asyncio.create_task(self._generate(generator))
+        assert self._running is not None
+        # One who leaves must not stop it for the others.
+        return await asyncio.shield(self._running)
+
+    async def _generate(self, generator: DiffGenerator) -> float:
+        model, began = generator.model, time.monotonic()
+        side = math.ceil(_PROBE_SIZE / model.size_multiple) * model.size_multiple
+        few = {"num_inference_steps": model.least_steps, "num_frames": 1, "seed": 0}
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await generator.agenerate("health", width=side, height=side, **few)
+        except TimeoutError:
+            raise HttpError(503, "unhealthy", f"no picture within {_PROBE_S:g} s", retry_after=_PROBE_S) from None
+        except DiffgenError as error:
+            raise HttpError(503, "unhealthy", str(error), retry_after=5) from None
+        self._ended = time.monotonic()
+        return self._ended - began

@@ -1,0 +1,182 @@
+"""Video jobs: stored before they run, run again after a restart, gone when deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from diffgen.api import DiffGenerator
+from diffgen.errors import ConnectionFailed, DiffgenError, QueueFull, ServerClosed, WorkerDied
+from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.http.metrics import Metrics
+from diffgen.http.store import Job, Store
+from diffgen.media import encode
+from diffgen.media.metadata import of_output
+from diffgen.result import GenerationResult
+from diffgen.wire.messages import Accepted, Progress
+
+logger = logging.getLogger("diffgen.http.jobs")
+
+#: Runs that end with the whole server before a job counts as their cause.
+MAX_ATTEMPTS = 3
+_RETRY_S = 1.0
+_THUMBNAIL_QUALITY = 80
+# Where in the work a stage of several units stands, in per cent; the others are short.
+_SPANS = {"denoise": (0, 85), "decode": (85, 98)}
+
+
+@dataclasses.dataclass
+class Live:
+    """A job in this process's hands. ``ahead`` counts the requests that were there before it."""
+
+    job: Job
+    handle: GenerationHandle | None = None
+    progress: int = 0
+    ahead: int | None = None
+    deleted: bool = False
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, Accepted):
+            self.ahead = event.ahead
+        elif isinstance(event, Progress):
+            self.progress = max(self.progress, percent(event))
+
+
+def percent(event: Progress) -> int:
+    """How much of the whole is done, 0 to 98: the rest is writing the file."""
+    low, high = _SPANS.get(event.stage, (0, 0))
+    return low + (high - low) * event.step // max(event.total, 1)
+
+
+class VideoJobs:
+    """Runs jobs. Belongs to the event loop's thread; what touches the disk happens in others."""
+
+    def __init__(self, store: Store, metrics: Metrics, ttl: float, metadata: bool) -> None:
+        self._store, self._metrics, self._ttl, self._metadata = store, metrics, ttl, metadata
+        self._live: dict[str, Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stopping = False
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def live(self, job_id: str) -> Live | None:
+        return self._live.get(job_id)
+
+    async def create(self, job: Job, generator: DiffGenerator) -> Job:
+        """Store a job, then run it; returns the one that its Idempotency-Key has made before, if any."""
+        stored = await asyncio.to_thread(self._store.add, job)
+        if stored.id == job.id:
+            self._start(job, generator)
+        return stored
+
+    async def resume(self, generator: DiffGenerator) -> None:
+        """Run again what a former server had not finished."""
+        for job in await asyncio.to_thread(self._store.unfinished):
+            if job.model != generator.model.name:
+                reason = f"it was for the model {job.model}, and this server now serves {generator.model.name}"
+                await self._fail(job, "model_not_found", reason)
+            elif job.attempts >= MAX_ATTEMPTS:
+                await self._fail(job, WorkerDied.default_code, f"the server has stopped {job.attempts} times meanwhile")
+            else:
+                self._start(msgspec.structs.replace(job, status="queued"), generator)
+
+    async def ended(self) -> None:
+        """Wait until no job is in work, as after the generator was closed."""
+        await asyncio.gather(*self._tasks)
+
+    def _start(self, job: Job, generator: DiffGenerator) -> None:
+        live = self._live[job.id] = Live(job)
+        task = asyncio.create_task(self._run(live, generator), name=job.id)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+    async def delete(self, job_id: str) -> bool:
+        """Cancel a job, whatever its state, and forget it. False where there is none."""
+        found = await asyncio.to_thread(self._store.delete, job_id)
+        live = self._live.get(job_id)
+        if live is not None:
+            live.deleted = True
+            if live.handle is not None:
+                live.handle.cancel()
+        return found
+
+    async def _run(self, live: Live, generator: DiffGenerator) -> None:
+        try:
+            result = await self._result(live, generator)
+            if result is not None:
+                self._metrics.finished("video", result)
+                await self._complete(live, result)
+        except DiffgenError as error:
+            self._metrics.failed(live.job.model, "video", error)
+            # What ended with the server runs again in the next one.
+            if not (isinstance(error, ServerClosed | ConnectionFailed) or (error.retryable and self.stopping)):
+                await self._fail(live.job, error.code, error.message)
+        except Exception as error:  # the border of the task: nobody else would end the job
+            logger.exception("a video job failed", extra={"job": live.job.id})
+            await self._fail(live.job, "internal_error", f"{type(error).__name__} in the server; see its log")
+        finally:
+            del self._live[live.job.id]
+
+    async def _result(self, live: Live, generator: DiffGenerator) -> GenerationResult | None:
+        """None where it was deleted meanwhile."""
+        while not live.deleted:
+            handle = live.handle = generator.submit(live.job.params)
+            async for event in handle.aevents():
+                live.note(event)
+                if isinstance(event, Progress) and live.job.status == "queued":
+                    running = {"status": "in_progress", "attempts": live.job.attempts + 1}
+                    live.job = msgspec.structs.replace(live.job, **running)
+                    await asyncio.to_thread(self._store.update, live.job)
+                if is_final(event):
+                    break
+            try:
+                return await handle
+            except QueueFull:
+                await asyncio.sleep(_RETRY_S)
+            except DiffgenError:
+                if not live.deleted:
+                    raise
+        return None
+
+    async def _complete(self, live: Live, result: GenerationResult) -> None:
+        now = time.time()
+        done = msgspec.structs.replace(
+            live.job,
+            status="completed",
+            completed_at=now,
+            expires_at=now + self._ttl,
+            params=result.params,
+            warnings=tuple(dict.fromkeys((*live.job.warnings, *result.warnings))),
+            timings=result.timings,
+            peak_memory_mb=result.peak_memory_mb,
+        )
+
+        def save() -> bool:
+            self._write(done, result)
+            return self._store.update(done)
+
+        if not await asyncio.to_thread(save):
+            await asyncio.to_thread(self._store.remove_files, done.id)
+
+    def _write(self, job: Job, result: GenerationResult) -> None:
+        assert job.params.fps is not None, "a model of clips has a default fps"
+        clip = result.pixels[0]
+        metadata = of_output(result.params, result.seeds[0], result.model) if self._metadata else None
+        save_clip = partial(encode.save_mp4, clip, fps=job.params.fps, metadata=metadata)
+        self._store.write(job.id, "mp4", save_clip)
+
+        def save_thumbnail(path: Path) -> None:
+            encode.save_webp(clip[0], path, _THUMBNAIL_QUALITY)
+
+        self._store.write(f"{job.id}_thumbnail", "webp", save_thumbnail)
+
+    async def _fail(self, job: Job, code: str, message: str) -> None:
+        ended = {"status": "failed", "error": (code, message), "expires_at": time.time() + self._ttl}
+        await asyncio.to_thread(self._store.update, msgspec.structs.replace(job, **ended))

@@ -1,0 +1,104 @@
+"""What all routes share: the model, its state, and where files are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.requests import Request
+
+from diffgen.api import DiffGenerator
+from diffgen.errors import DiffgenError
+from diffgen.http.args import HttpArgs, names
+from diffgen.http.errors import HttpError
+from diffgen.http.jobs import VideoJobs
+from diffgen.http.metrics import Metrics
+from diffgen.http.store import Store
+from diffgen.http.work import Works
+from diffgen.params import Limits, ModelSpec
+
+logger = logging.getLogger("diffgen.http")
+
+_SWEEP_S = 60.0
+
+
+class Service:
+    """Belongs to the event loop's thread.
+
+    Attributes:
+        args, limits: how the server was started.
+        created: when, in seconds since 1970.
+        draining: it was told to stop and takes nothing new.
+    """
+
+    def __init__(self, args: HttpArgs, limits: Limits, store: Store) -> None:
+        self.args, self.limits, self.store = args, limits, store
+        self.works = Works()
+        self.metrics = Metrics()
+        self.jobs = VideoJobs(store, self.metrics, args.media_ttl, args.media_metadata)
+        self.created = int(time.time())
+        self.draining = False
+        self.failure: DiffgenError | None = None
+        self.generator: DiffGenerator | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def open(self, generator: DiffGenerator) -> None:
+        """The model is loaded: take requests, and run what a former server left."""
+        self.generator = generator
+        self._sweeper = asyncio.create_task(self._sweep())
+        await self.jobs.resume(generator)
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.store.sweep)
+            except DiffgenError as error:
+                logger.error("expired files cannot be removed: %s", error)
+            await asyncio.sleep(_SWEEP_S)
+
+    def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self.store.close()
+
+    def loaded(self) -> DiffGenerator:
+        """The model. Raises :class:`HttpError` while it loads."""
+        if self.generator is None:
+            raise HttpError(503, "loading", "the model is being loaded; try again later", retry_after=5)
+        return self.generator
+
+    def accepting(self) -> DiffGenerator:
+        """The model, for new work. Raises :class:`HttpError` while it loads or once the server is stopping."""
+        if self.draining:
+            raise HttpError(503, "shutting_down", "the server is stopping and takes nothing new", retry_after=10)
+        return self.loaded()
+
+    @property
+    def busy(self) -> int:
+        """Requests and jobs that are not done."""
+        return self.works.waiting + len(self.jobs)
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.loaded().model
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Names by which clients may call the model; the first is told."""
+        return names(self.args.served_model_name) or (self.model.name,)
+
+    @property
+    def ignores_unknown(self) -> bool:
+        return self.args.unknown_params == "ignore"
+
+    def base_url(self, request: Request) -> str:
+        """Start of the URLs in an answer, as the caller can use them."""
+        return (self.args.public_base_url or str(request.base_url)).rstrip("/")
+
+
+def service_of(request: Request) -> Service:
+    found: Any = request.app.state.service
+    assert isinstance(found, Service)
+    return found

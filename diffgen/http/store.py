@@ -1,0 +1,178 @@
+"""Video jobs and files that clients may fetch, on disk: what a restart must not lose.
+
+A database holds every job from before it runs until a day after its file has gone; files have names of our own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from diffgen.errors import OutputError, StartFailed
+from diffgen.media import files
+from diffgen.params import SamplingParams
+
+Status = Literal["queued", "in_progress", "completed", "failed"]
+
+_KNOWN_S = 86400.0  # that an id is remembered after its file has gone
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS videos (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, key TEXT UNIQUE, status TEXT NOT NULL,
+    expires_at REAL, job BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS images (id TEXT PRIMARY KEY, expires_at REAL NOT NULL, media_type TEXT NOT NULL);
+"""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One video job. Times are seconds since 1970.
+
+    Attributes:
+        params: resolved when it came, its seed included, so that a second run makes the same pixels.
+        attempts: how often it has begun to run in a server that then stopped.
+        key, digest: of the Idempotency-Key and what it was used for.
+    """
+
+    id: str
+    model: str
+    params: SamplingParams
+    created_at: float
+    warnings: tuple[str, ...] = ()
+    status: Status = "queued"
+    attempts: int = 0
+    completed_at: float | None = None
+    expires_at: float | None = None
+    error: tuple[str, str] | None = None  # code and message
+    timings: dict[str, float] = {}
+    peak_memory_mb: float = 0.0
+    key: str | None = None
+    digest: str = ""
+
+
+class Store:
+    """Thread-safe. One server at a time holds a folder.
+
+    Raises :class:`OutputError` for a folder that cannot be used, and :class:`StartFailed` where another server has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = files.check_folder(folder)
+        os.chmod(folder, 0o700)
+        self._lock_file = open(folder / "lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.close()
+            remedy = "choose another by data_path"
+            raise StartFailed(f"another server uses the folder {str(folder)!r}; {remedy}", code="data_in_use") from None
+        self._lock = threading.Lock()
+        try:
+            self._db = sqlite3.connect(folder / "jobs.sqlite", check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            self._lock_file.close()
+            raise OutputError(
+                f"cannot use {str(folder / 'jobs.sqlite')!r}: {error}; choose another data_path"
+            ) from None
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+            self._lock_file.close()
+
+    def _all(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            with self._lock:
+                return self._db.execute(statement, values).fetchall()
+        except sqlite3.OperationalError as error:
+            raise OutputError(f"cannot write to {str(self.folder)!r}: {error}") from None
+
+    def add(self, job: Job) -> Job:
+        """Store a new job; the one that its Idempotency-Key has stored before, if any."""
+        encoded = msgspec.json.encode(job)
+        statement = "INSERT INTO videos (id, key, status, job) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING"
+        self._all(statement, job.id, job.key, job.status, encoded)
+        if job.key is None:
+            return job
+        ((stored,),) = self._all("SELECT job FROM videos WHERE key = ?", job.key)
+        return _job(stored)
+
+    def update(self, job: Job) -> bool:
+        """False where it has been deleted."""
+        statement = "UPDATE videos SET status = ?, expires_at = ?, job = ? WHERE id = ? RETURNING id"
+        return bool(self._all(statement, job.status, job.expires_at, msgspec.json.encode(job), job.id))
+
+    def get(self, job_id: str) -> Job | None:
+        found = self._all("SELECT job FROM videos WHERE id = ?", job_id)
+        return _job(found[0][0]) if found else None
+
+    def page(self, after: str | None, limit: int, newest_first: bool) -> list[Job] | None:
+        """Up to ``limit`` jobs that follow ``after``; None where that is not known."""
+        place = None
+        if after is not None:
+            found = self._all("SELECT number FROM videos WHERE id = ?", after)
+            if not found:
+                return None
+            place = found[0][0]
+        sign, order = ("<", "DESC") if newest_first else (">", "ASC")
+        statement = f"SELECT job FROM videos WHERE ? IS NULL OR number {sign} ? ORDER BY number {order} LIMIT ?"
+        return [_job(row[0]) for row in self._all(statement, place, place, limit)]
+
+    def unfinished(self) -> list[Job]:
+        """Oldest first."""
+        rows = self._all("SELECT job FROM videos WHERE status IN ('queued', 'in_progress') ORDER BY number")
+        return [_job(row[0]) for row in rows]
+
+    def delete(self, job_id: str) -> bool:
+        """Forget a job and its files. False where there is none."""
+        found = bool(self._all("DELETE FROM videos WHERE id = ? RETURNING id", job_id))
+        if found:
+            self.remove_files(job_id)
+        return found
+
+    def add_image(self, image_id: str, contents: list[bytes], media_type: str, expires_at: float) -> None:
+        extension = media_type.partition("/")[2]
+        for variant, content in enumerate(contents):
+            self.write(f"{image_id}_{variant}", extension, partial(_write_bytes, content))
+        self._all("INSERT OR REPLACE INTO images VALUES (?, ?, ?)", image_id, expires_at, media_type)
+
+    def image(self, image_id: str) -> tuple[str, float] | None:
+        """Media type, and when it expires."""
+        found = self._all("SELECT media_type, expires_at FROM images WHERE id = ?", image_id)
+        return cast("tuple[str, float]", found[0]) if found else None
+
+    def write(self, name: str, extension: str, save: Callable[[Path], None]) -> None:
+        """A file, whole or not at all. Raises :class:`OutputError`."""
+        files.write(self.folder, name, extension, save, overwrite=True)
+
+    def path(self, name: str, extension: str) -> Path:
+        return self.folder / f"{name}.{extension}"
+
+    def remove_files(self, media_id: str) -> None:
+        for path in [*self.folder.glob(f"{media_id}.*"), *self.folder.glob(f"{media_id}_*")]:
+            path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove files that have expired, and forget ids a day later."""
+        now = time.time()
+        for table in ("videos", "images"):
+            for (media_id,) in self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now):
+                self.remove_files(media_id)
+            self._all(f"DELETE FROM {table} WHERE expires_at < ?", now - _KNOWN_S)
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def _job(encoded: bytes) -> Job:
+    return msgspec.json.decode(encoded, type=Job)

@@ -1,0 +1,180 @@
+"""Clips, as jobs: ``/v1/videos``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from diffgen.errors import InvalidRequest, QueueFull
+from diffgen.http import schema
+from diffgen.http.bodies import read_body
+from diffgen.http.errors import HttpError, json_response
+from diffgen.http.guard import exchange_of
+from diffgen.http.images import note_params, shown_params
+from diffgen.http.jobs import Live
+from diffgen.http.params import VideoOptions, as_clip, check_model, known_fields, split
+from diffgen.http.service import Service, service_of
+from diffgen.http.store import Job
+from diffgen.http.work import fingerprint, idempotency_key, reused_key
+from diffgen.media import encode
+from diffgen.params import resolve
+
+router = APIRouter()
+
+_POLL = {"openai-poll-after-ms": "1000"}
+_PICTURES = ("input_reference", "image", "mask")
+_MOST_LISTED = 100
+_FILES = {"video": ("{id}", "mp4", "video/mp4"), "thumbnail": ("{id}_thumbnail", "webp", "image/webp")}
+
+
+@router.post("/v1/videos", **schema.posts(VideoOptions, "Video", forms=True))
+async def create(request: Request) -> Response:
+    """Begin a clip. It is stored before it runs, and runs again after a restart."""
+    service = service_of(request)
+    generator = service.accepting()
+    if len(service.jobs) >= service.limits.queue:
+        rule = f"this server's limit is {service.limits.queue}; try again later"
+        raise QueueFull(f"{len(service.jobs)} clips are waiting or running, and {rule}")
+    values = await read_body(request, known_fields(VideoOptions), forms=True)
+    for name in _PICTURES:
+        if isinstance(values.get(name), UploadFile):
+            rule = f"{service.model.family} draws from text alone; leave it out"
+            raise InvalidRequest(f"{name}: {rule}", code="unsupported_parameter", param=name)
+    params, options, warnings = split(values, VideoOptions, ignore_unknown=service.ignores_unknown)
+    check_model(options, service.served)
+    if params.num_outputs_per_prompt not in (None, 1):
+        raise InvalidRequest(f"n is {params.num_outputs_per_prompt}; a job makes one clip", code="invalid_n", param="n")
+    resolved = resolve(as_clip(params, service.model), service.model, service.limits)
+    if resolved.params.num_frames == 1:
+        rule = "use /v1/images/generations for a still image"
+        raise InvalidRequest(f"num_frames is 1: {rule}", code="invalid_num_frames", param="num_frames")
+    encode.check_even(resolved.params.width or 0, resolved.params.height or 0)
+    job = Job(
+        id=f"video_{uuid.uuid4().hex}",
+        model=service.model.name,
+        params=resolved.params,
+        created_at=time.time(),
+        warnings=(*warnings, *resolved.warnings),
+        key=idempotency_key(request),
+        digest=fingerprint(values),
+    )
+    stored = await service.jobs.create(job, generator)
+    if stored.digest != job.digest:
+        raise reused_key()
+    note_params(request, resolved.params)
+    exchange_of(request.scope).notes["video"] = stored.id
+    return json_response(_view(service, stored), headers=_POLL)
+
+
+def _view(service: Service, job: Job) -> dict[str, Any]:
+    """A job as clients see it; what runs says how far it is."""
+    live = service.jobs.live(job.id)
+    job = job if live is None or job.status in ("completed", "failed") else live.job
+    params = job.params
+    frames, fps = params.num_frames or 1, params.fps or 1.0
+    return {
+        "id": job.id,
+        "object": "video",
+        "model": service.served[0],
+        "status": job.status,
+        "progress": _progress(job, live),
+        "created_at": int(job.created_at),
+        "completed_at": None if job.completed_at is None else int(job.completed_at),
+        "expires_at": None if job.expires_at is None else int(job.expires_at),
+        "seconds": f"{frames / fps:g}",
+        "size": f"{params.width}x{params.height}",
+        "prompt": params.prompt,
+        "remixed_from_video_id": None,
+        "error": None if job.error is None else {"code": job.error[0], "message": job.error[1]},
+        "seed": params.seed,
+        "params": shown_params(params),
+        "warnings": list(job.warnings),
+        "timings": {stage: round(seconds, 6) for stage, seconds in job.timings.items()},
+        "inference_time_s": round(job.timings["total"], 6) if "total" in job.timings else None,
+        "peak_memory_mb": round(job.peak_memory_mb, 1) or None,
+        "ahead": live.ahead if live is not None and job.status == "queued" else None,
+    }
+
+
+def _progress(job: Job, live: Live | None) -> int:
+    if job.status == "completed":
+        return 100
+    return 0 if live is None else live.progress
+
+
+@router.get("/v1/videos", **schema.gives("Videos"))
+async def list_videos(request: Request, after: str | None = None, limit: str = "20", order: str = "desc") -> Response:
+    """Jobs by the time when they came."""
+    service = service_of(request)
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {order!r:.60}; it must be asc or desc", code="invalid_order", param="order")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+        rule = f"it must be from 1 to {_MOST_LISTED}"
+        raise InvalidRequest(f"limit is {limit!r:.60}; {rule}", code="invalid_limit", param="limit")
+    # One more than asked for tells whether there are more.
+    found = await asyncio.to_thread(service.store.page, after, int(limit) + 1, order == "desc")
+    if found is None:
+        raise _not_found(after or "", "after")
+    shown = [_view(service, job) for job in found[: int(limit)]]
+    return json_response(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(found) > int(limit),
+        }
+    )
+
+
+async def _find(service: Service, video_id: str) -> Job:
+    job = await asyncio.to_thread(service.store.get, video_id)
+    if job is None:
+        raise _not_found(video_id)
+    return job
+
+
+def _not_found(video_id: str, param: str = "video_id") -> HttpError:
+    return HttpError(404, "video_not_found", f"no video {video_id!r:.100} is here", param=param)
+
+
+@router.get("/v1/videos/{video_id}", **schema.gives("Video"))
+async def retrieve(request: Request, video_id: str) -> Response:
+    service = service_of(request)
+    return json_response(_view(service, await _find(service, video_id)), headers=_POLL)
+
+
+@router.delete("/v1/videos/{video_id}", **schema.gives("DeletedVideo"))
+async def delete(request: Request, video_id: str) -> Response:
+    """Cancel a job, whatever its state, and remove its file."""
+    if not await service_of(request).jobs.delete(video_id):
+        raise _not_found(video_id)
+    return json_response({"id": video_id, "object": "video.deleted", "deleted": True})
+
+
+@router.get("/v1/videos/{video_id}/content", **schema.gives_file("video/mp4", "image/webp"))
+async def content(request: Request, video_id: str, variant: str = "video") -> Response:
+    """The clip, or with ``variant=thumbnail`` its first frame."""
+    service = service_of(request)
+    if variant not in _FILES:
+        rule = f"variant is {variant!r:.60}; it must be {' or '.join(_FILES)}"
+        raise InvalidRequest(rule, code="invalid_variant", param="variant")
+    job = await _find(service, video_id)
+    if job.status == "failed":
+        assert job.error is not None
+        raise HttpError(404, job.error[0], f"video {video_id} has failed: {job.error[1]}")
+    if job.status != "completed":
+        rule = "ask again when its status is completed"
+        raise HttpError(409, "video_not_ready", f"video {video_id} is not done; {rule}", headers=_POLL)
+    name, extension, media_type = _FILES[variant]
+    path = service.store.path(name.format(id=job.id), extension)
+    if (job.expires_at is not None and time.time() > job.expires_at) or not path.exists():
+        raise HttpError(404, "video_expired", f"video {video_id} was kept {service.args.media_ttl:g} s")
+    return FileResponse(path, media_type=media_type)
