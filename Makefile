@@ -16,6 +16,8 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@# The page is tested in a browser, where one can be installed.
+	command -v chromium || (apt-get update -q && apt-get install -y -q chromium) || echo "no chromium: the page is not tested"
 	touch $@
 
 demo: $(VENV)/installed

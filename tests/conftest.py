@@ -68,7 +68,12 @@ def http_server(tiny_wan: Path) -> Iterator[Server]:
     """``diffgen serve`` with :func:`tiny_wan` and an API key, shared: a test must leave no request behind."""
     limits = ("queue=24", "pixels=65536", "steps=1000", "frames=33", "body=1000000")
     with run_root() as root:
-        arguments = [str(tiny_wan), "--served-model-name", "org/tiny-wan,tiny", *(f"--limit={limit}" for limit in limits)]
+        arguments = [
+            str(tiny_wan),
+            "--served-model-name",
+            "org/tiny-wan,tiny",
+            *(f"--limit={limit}" for limit in limits),
+        ]
         with serving(root, *arguments, key="open sesame") as server:
             yield server
             assert server.stop() == 0

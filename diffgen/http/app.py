@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from diffgen.errors import DiffgenError
-from diffgen.http import health, images, models, page, schema, videos
+from diffgen.http import health, images, models, native, page, schema, videos
 from diffgen.http.args import HttpArgs, is_loopback, names
 from diffgen.http.errors import HttpError, from_diffgen
 from diffgen.http.guard import Access, Guard, exchange_of
@@ -34,7 +34,7 @@ def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     """What a server runs."""
     app = FastAPI(docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
     app.state.service, app.state.probe = service, health.Probe()
-    for routes in (images, videos, models, health, page):
+    for routes in (images, videos, models, native, health, page):
         app.include_router(routes.router)
     app.include_router(metrics_router)
     app.add_exception_handler(HttpError, _answer_error)

@@ -12,13 +12,11 @@ from starlette.responses import Response
 from diffgen.fields import fields
 from diffgen.http import schema
 from diffgen.http.errors import json_response
-from diffgen.http.params import DEFAULT_SECONDS, MAX_N, no_model
+from diffgen.http.params import DEFAULT_SECONDS, HIDDEN, MAX_N, no_model
 from diffgen.http.service import Service, service_of
 from diffgen.params import SamplingParams
 
 router = APIRouter()
-
-_HIDDEN = ("prompt", "size", "output_type")
 
 
 def _entry(service: Service, name: str) -> dict[str, Any]:
@@ -54,7 +52,7 @@ async def capabilities(request: Request) -> Response:
     parameters = {
         name: {**schema.field_schema(field), "default": model.defaults.get(name)}
         for name, field in fields(SamplingParams).items()
-        if name not in _HIDDEN and (not field.extra.get("optional") or name in model.takes)
+        if name not in ("prompt", "size", *HIDDEN) and (not field.extra.get("optional") or name in model.takes)
     }
     if model.schedulers and "scheduler" in parameters:
         parameters["scheduler"]["enum"] = list(model.schedulers)

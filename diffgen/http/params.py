@@ -70,7 +70,7 @@ class VideoOptions(CommonOptions, frozen=True, kw_only=True):
 
 
 #: Parameters that mean nothing over HTTP.
-_HIDDEN = ("output_type",)
+HIDDEN = ("output_type", "preview_every")
 _WITHOUT_EFFECT = ("user", "safety_identifier", "quality", "style", "moderation", "complexity")
 _NEUTRAL = (None, "auto", "standard", "default")
 
@@ -79,7 +79,7 @@ O = TypeVar("O", bound=CommonOptions)  # noqa: E741
 
 def known_fields(options: type[CommonOptions]) -> dict[str, Field]:
     """Every field that a request may hold, with its rules."""
-    sampling = {name: field for name, field in fields(SamplingParams).items() if name not in _HIDDEN}
+    sampling = {name: field for name, field in fields(SamplingParams).items() if name not in HIDDEN}
     aliases = {field.extra["alias"]: field for field in sampling.values() if "alias" in field.extra}
     return {**sampling, **aliases, **fields(options)}
 

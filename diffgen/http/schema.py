@@ -10,8 +10,9 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 import diffgen
-from diffgen.fields import MAX_INT, Field
+from diffgen.fields import MAX_INT, Field, fields
 from diffgen.http.params import MAX_N, CommonOptions, ImageOptions, known_fields
+from diffgen.params import SamplingParams
 
 Json = dict[str, Any]
 
@@ -130,10 +131,18 @@ def posts(options: type[CommonOptions], name: str, *streams: str, forms: bool = 
     return {**answers, "openapi_extra": {"requestBody": {"required": True, "content": body}}}
 
 
+def native(kind: str) -> Json:
+    """The route of diffgen's own clients: a stream of messages."""
+    body = {"application/json": {"schema": request_schema(dict(fields(SamplingParams))), "example": _EXAMPLE}}
+    return {**gives_file(kind), "openapi_extra": {"requestBody": {"required": True, "content": body}}}
+
+
 def request_schema(known: Mapping[str, Field]) -> Json:
     properties = {name: field_schema(field) for name, field in known.items()}
-    properties["n"]["maximum"] = properties["num_outputs_per_prompt"]["maximum"] = MAX_N
-    properties["extra_body"] = {"type": ["object", "null"], "description": "merged; what stands beside it counts more"}
+    if "n" in properties:
+        properties["n"]["maximum"] = properties["num_outputs_per_prompt"]["maximum"] = MAX_N
+        merged = "merged; what stands beside it counts more"
+        properties["extra_body"] = {"type": ["object", "null"], "description": merged}
     return {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response, StreamingResponse
 
 from diffgen.errors import DiffgenError, error_from
-from diffgen.handle import Event, is_final
+from diffgen.handle import Event, Preview, is_final
 from diffgen.http.errors import from_diffgen
 from diffgen.http.work import leaving
 from diffgen.result import GenerationResult
@@ -42,13 +42,17 @@ async def stream(answer: ImageAnswer, partial_images: int) -> Response:
 async def _lines(
     answer: ImageAnswer, first: Event, events: AsyncIterator[Event], partial_images: int
 ) -> AsyncIterator[str]:
+    shown = 0
     try:
         async with leaving(answer.request) as left:
-            async for event in _until(left, first, events):
+            async for event in until(left, first, events):
                 if event is None:
                     yield ": ping\n\n"
                 elif isinstance(event, Progress):
                     yield f": {event.stage} {event.step}/{event.total}\n\n"
+                elif isinstance(event, Preview) and shown < partial_images:
+                    yield await _partial(answer, event, shown)
+                    shown += 1
                 elif isinstance(event, Failed):
                     error = error_from(event.error)
                     answer.service.metrics.failed(answer.service.model.name, "image", error)
@@ -60,7 +64,7 @@ async def _lines(
         answer.service.works.leave(answer.work)
 
 
-async def _until(left: asyncio.Task[None], first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event | None]:
+async def until(left: asyncio.Task[None], first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event | None]:
     """Every event until the last or until the client has left; None where nothing has happened for a while."""
     event: Event | None = first
     coming: asyncio.Future[Event] | None = None
@@ -77,6 +81,13 @@ async def _until(left: asyncio.Task[None], first: Event, events: AsyncIterator[E
     finally:
         if coming is not None:
             coming.cancel()
+
+
+async def _partial(answer: ImageAnswer, preview: Preview, index: int) -> str:
+    text, size = await answer.preview(preview.pixels)
+    name = "image_generation.partial_image"
+    content = {"b64_json": text, "partial_image_index": index, "created_at": int(time.time()), **answer.common(size)}
+    return _event(name, {"type": name, **content, "step": preview.step, "total": preview.total})
 
 
 async def _completed(answer: ImageAnswer, result: GenerationResult) -> list[str]:

@@ -44,7 +44,7 @@ def test_openai_client(http_server: Server, tiny_generator: DiffGenerator) -> No
 def test_zero_is_a_value_and_what_was_resolved_is_told(http_server: Server) -> None:
     zero = http_server.post({**SMALL, "seed": 0, "guidance_scale": 0}).json()
     assert (zero["params"]["seed"], zero["params"]["guidance_scale"]) == (0, 0)
-    again = http_server.post({"prompt": "x", **{k: v for k, v in zero["params"].items()}}).json()
+    again = http_server.post({"prompt": "x", **zero["params"]}).json()
     assert again["data"][0]["b64_json"] == zero["data"][0]["b64_json"]
     drawn = http_server.post({"prompt": "a", "size": "64x64", "num_inference_steps": 1, "seed": None}).json()
     assert drawn["data"][0]["seed"] == drawn["params"]["seed"] > 0
@@ -139,11 +139,13 @@ def test_mistakes(http_server: Server) -> None:
         error = answer.json()["error"]
         assert answer.status_code == (404 if code == "model_not_found" else 400), change
         assert (error["code"], error["param"]) == (code, param), change
-        assert error["message"] and set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
         assert answer.headers["x-should-retry"] == "false"
         assert answer.headers["x-request-id"]
-        streamed = http_server.post({**SMALL, "stream": True, **change})
-        assert streamed.json()["error"]["code"] == code
+        if code != "invalid_partial_images":
+            streamed = http_server.post({**SMALL, "stream": True, **change})
+            assert streamed.json()["error"]["code"] == code
     assert http_server.metric("diffgen_ticks_total") == before, "refused before any work"
     with pytest.raises(openai.BadRequestError) as caught:
         http_server.client().images.generate(prompt="a", size="500x500")
@@ -163,6 +165,10 @@ def test_mistakes(http_server: Server) -> None:
         ("POST", "/v1/images/generations", b'{"prompt":"a","seed":NaN}', "application/json", 400, "invalid_json"),
         ("POST", "/v1/images/generations", b'{"prompt":"a","prompt":"b"}', "application/json", 400, "invalid_json"),
         ("POST", "/v1/images/generations", b'{"seed":' + b"9" * 5000 + b"}", "application/json", 400, "invalid_json"),
+        (
+            *("POST", "/v1/images/generations", b'{"prompt":"a","size":"64x64","guidance_scale":1e999}'),
+            *("application/json", 400, "invalid_guidance_scale"),
+        ),
         ("POST", "/v1/images/generations", b"prompt=a", "application/x-www-form-urlencoded", 415, None),
         ("POST", "/v1/images/generations", b"{}", None, 415, None),
         ("GET", "/v1/images/generations", None, None, 405, "method_not_allowed"),
@@ -204,6 +210,19 @@ def test_stream(http_server: Server) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert ": denoise 1/2\n\n: denoise 2/2\n\n" in text
     assert text.endswith("}\n\n"), "the last event ends with a blank line"
+
+
+def test_previews_in_a_stream(http_server: Server) -> None:
+    whole = http_server.post({**SMALL, "num_inference_steps": 8}).json()["data"][0]["b64_json"]
+    for count in (0, 1, 3):
+        *partial, last = http_server.client().images.generate(
+            prompt="a red circle", size="64x64", stream=True, partial_images=count,
+            extra_body={"seed": 1, "num_inference_steps": 8},
+        )  # fmt: skip
+        assert [event.type for event in partial] == ["image_generation.partial_image"] * count
+        assert [event.partial_image_index for event in partial] == list(range(count))
+        assert [picture(event).shape for event in partial] == [(32, 32, 3)] * count
+        assert last.b64_json == whole, "previews change no pixel"
 
 
 def test_error_in_a_stream(http_server: Server) -> None:
@@ -281,15 +300,14 @@ def test_retries_do_not_run_the_work_three_times(http_server: Server) -> None:
 def test_idempotency_key(http_server: Server) -> None:
     """The same key gets the same work, also for the client that has left meanwhile, whole or as a stream."""
     submitted = http_server.metric("diffgen_requests_finished_total")
-    body = {**SMALL, "seed": None, "num_inference_steps": 60}
-    client = http_server.client(timeout=1.0, max_retries=5)
+    body = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 300, "seed": None}
+    client = http_server.client(timeout=1.0, max_retries=9)
     key = {"Idempotency-Key": "one"}
     made = client.images.generate(
-        prompt="a red circle", size="64x64", extra_headers=key, extra_body={"num_inference_steps": 60, "seed": None}
+        prompt="a red circle", size="64x64", extra_headers=key, extra_body={"num_inference_steps": 300, "seed": None}
     )
     again = http_server.post(body, headers=key)
-    if again.status_code != 200:  # the two bodies are the same request
-        raise AssertionError(again.text)
+    assert again.status_code == 200, again.text
     assert again.json()["data"][0]["b64_json"] == made.data[0].b64_json
     assert again.json()["created"] == made.created
     assert http_server.metric("diffgen_requests_finished_total") == submitted + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -45,14 +46,16 @@ class Server:
     def wait_ready(self, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while self.http.get("/ready").status_code != 200:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.lines
+            assert time.monotonic() < deadline, self.lines
+            assert self.process.poll() is None, self.lines
             time.sleep(0.1)
 
     def client(self, **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "EMPTY", **options)
 
     def post(self, values: dict[str, Any], path: str = "/v1/images/generations", **options: Any) -> httpx2.Response:
-        return self.http.post(path, json=values, **options)
+        headers = {"content-type": "application/json", **options.pop("headers", {})}
+        return self.http.post(path, content=json.dumps(values), headers=headers, **options)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over the series that have these labels."""
