@@ -41,12 +41,16 @@ class DiffGenerator:
 
     :meth:`from_pretrained` starts the processes that run it, :meth:`connect` uses those of another. Thread-safe. Use
     it as a context manager or call :meth:`close`; a generator left open is closed at exit.
+
+    Attributes:
+        model: what is served.
+        supervisor: of the processes that :meth:`from_pretrained` started; None for a server of another process.
     """
 
     def __init__(self, connection: Connection, model: ModelSpec, supervisor: Supervisor | None) -> None:
         self.model = model
         self._connection = connection
-        self._supervisor = supervisor
+        self.supervisor = supervisor
         _open.add(self)
 
     @classmethod
@@ -120,17 +124,12 @@ class DiffGenerator:
     @property
     def address(self) -> str:
         """Where others can :meth:`connect`: the address asked for, else a socket for processes of this user."""
-        listens = None if self._supervisor is None else self._supervisor.address
+        listens = None if self.supervisor is None else self.supervisor.address
         return self._connection.address if listens is None else listens
-
-    @property
-    def failure(self) -> DiffgenError | None:
-        """Why the ranks of this generator are gone for good; None while they live or are started again."""
-        return None if self._supervisor is None else self._supervisor.failure
 
     def ranks(self) -> list[RankStatus]:
         """What each rank last said of itself; empty for a server of another process."""
-        return [] if self._supervisor is None else self._supervisor.ranks()
+        return [] if self.supervisor is None else self.supervisor.ranks()
 
     def submit(self, prompt: str | SamplingParams | None = None, **sampling: Any) -> GenerationHandle:
         """Send one request and return at once.
@@ -265,8 +264,8 @@ class DiffGenerator:
         """Cancel what is pending, end the processes that :meth:`from_pretrained` started. Repeatable."""
         _open.discard(self)
         self._connection.close()
-        if self._supervisor is not None:
-            self._supervisor.stop()
+        if self.supervisor is not None:
+            self.supervisor.stop()
 
     def __enter__(self) -> DiffGenerator:
         return self

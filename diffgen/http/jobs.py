@@ -158,12 +158,11 @@ class VideoJobs:
             peak_memory_mb=result.peak_memory_mb,
         )
 
-        def save() -> bool:
+        def save() -> None:
             self._write(done, result)
-            return self._store.update(done)
+            self._store.update(done)
 
-        if not await asyncio.to_thread(save):
-            await asyncio.to_thread(self._store.remove_files, done.id)
+        await asyncio.to_thread(save)
 
     def _write(self, job: Job, result: GenerationResult) -> None:
         assert job.params.fps is not None, "a model of clips has a default fps"

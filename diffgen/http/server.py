@@ -122,8 +122,9 @@ class _Server(uvicorn.Server):
         deadline: float | None = None
         while not self.should_exit:
             await asyncio.sleep(_POLL_S)
-            if service.generator is not None and service.generator.failure is not None:
-                service.failure = service.generator.failure
+            supervisor = None if service.generator is None else service.generator.supervisor
+            if supervisor is not None and supervisor.failure is not None:
+                service.failure = supervisor.failure
                 self.should_exit = True
             if self._told.is_set():
                 deadline = deadline or loop.time() + service.args.shutdown_timeout

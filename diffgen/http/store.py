@@ -106,10 +106,11 @@ class Store:
         ((stored,),) = self._all("SELECT job FROM videos WHERE key = ?", job.key)
         return _job(stored)
 
-    def update(self, job: Job) -> bool:
-        """False where it has been deleted."""
+    def update(self, job: Job) -> None:
+        """Store what has become of a job; of one that was deleted meanwhile, remove the files."""
         statement = "UPDATE videos SET status = ?, expires_at = ?, job = ? WHERE id = ? RETURNING id"
-        return bool(self._all(statement, job.status, job.expires_at, msgspec.json.encode(job), job.id))
+        if not self._all(statement, job.status, job.expires_at, msgspec.json.encode(job), job.id):
+            self._remove_files(job.id)
 
     def get(self, job_id: str) -> Job | None:
         found = self._all("SELECT job FROM videos WHERE id = ?", job_id)
@@ -136,7 +137,7 @@ class Store:
         """Forget a job and its files. False where there is none."""
         found = bool(self._all("DELETE FROM videos WHERE id = ? RETURNING id", job_id))
         if found:
-            self.remove_files(job_id)
+            self._remove_files(job_id)
         return found
 
     def add_image(self, image_id: str, contents: list[bytes], media_type: str, expires_at: float) -> None:
@@ -157,7 +158,7 @@ class Store:
     def path(self, name: str, extension: str) -> Path:
         return self.folder / f"{name}.{extension}"
 
-    def remove_files(self, media_id: str) -> None:
+    def _remove_files(self, media_id: str) -> None:
         for path in [*self.folder.glob(f"{media_id}.*"), *self.folder.glob(f"{media_id}_*")]:
             path.unlink(missing_ok=True)
 
@@ -166,7 +167,7 @@ class Store:
         now = time.time()
         for table in ("videos", "images"):
             for (media_id,) in self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now):
-                self.remove_files(media_id)
+                self._remove_files(media_id)
             self._all(f"DELETE FROM {table} WHERE expires_at < ?", now - _KNOWN_S)
 
 
