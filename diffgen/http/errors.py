@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from diffgen.errors import (
     ConnectionFailed,
+    DeadlineExceeded,
     DiffgenError,
     InvalidRequest,
     OutputError,
@@ -64,6 +65,7 @@ _KINDS = {
 _STATUS: dict[type[DiffgenError], int] = {
     InvalidRequest: 400,
     RequestCancelled: 499,
+    DeadlineExceeded: 504,
     QueueFull: 503,
     OutputError: 507,
     ServerClosed: 503,
@@ -77,7 +79,7 @@ def from_diffgen(error: DiffgenError) -> HttpError:
     if isinstance(error, WorkerDied) and error.retryable:
         status = 503
     kind = "rate_limit_error" if isinstance(error, QueueFull) else None
-    again = RETRY_S if status == 503 else None
+    again = (error.retry_after or RETRY_S) if status == 503 else None
     return HttpError(status, error.code, error.message, kind=kind, param=error.param, retry_after=again)
 
 

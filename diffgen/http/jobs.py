@@ -33,18 +33,21 @@ _SPANS = {"denoise": (0, 85), "decode": (85, 98)}
 
 @dataclasses.dataclass
 class Live:
-    """A job in this process's hands. ``ahead`` counts the requests that were there before it."""
+    """A job in this process's hands. As things stand, ``ahead`` requests go before it and it ends at ``ends_at``."""
 
     job: Job
     handle: GenerationHandle | None = None
     progress: int = 0
     ahead: int | None = None
+    ends_at: float | None = None  # time.time()
     deleted: bool = False
 
     def note(self, event: Event) -> None:
         if isinstance(event, Accepted):
             self.ahead = event.ahead
-        elif isinstance(event, Progress):
+        if isinstance(event, Accepted | Progress) and event.eta is not None:
+            self.ends_at = time.time() + event.eta
+        if isinstance(event, Progress):
             self.progress = max(self.progress, percent(event))
 
 

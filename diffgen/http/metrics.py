@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -113,27 +114,29 @@ class _Live(Collector):
             status = generator.status(_STATUS_S)
         except DiffgenError:
             return  # the ranks are being started again
-        states = [request.state for request in status.requests]
-        yield _gauge("diffgen_requests_running", "Requests in work.", {name: states.count("running")})
-        yield _gauge("diffgen_requests_queued", "Requests that wait.", {name: states.count("queued")})
-        yield _counter("diffgen_ticks", "Units run.", {name: status.ticks})
-        outcomes = CounterMetricFamily(
-            "diffgen_requests_finished", "Requests of all clients that have ended.", labels=("model", "outcome")
-        )
-        for outcome, count in status.finished.items():
-            outcomes.add_metric((name, outcome), count)
-        yield outcomes
+        yield _gauge("diffgen_requests_running", "Requests in work.", {name: status.running})
+        yield _gauge("diffgen_requests_queued", "Requests that wait.", {name: status.queued})
+        yield _counter("diffgen_ticks", "Ticks of the ranks.", {name: status.ticks})
+        yield _counter("diffgen_tick_seconds", "Time of all ticks.", {name: status.tick_seconds})
+        yield _counter("diffgen_restarts", "Times that the ranks were started again.", {name: status.restarts})
+        by = {"finished": "outcome", "refused": "code", "units": "stage", "batches": "size"}
+        texts = {"finished": "Requests of all clients that have ended.", "refused": "Requests not accepted."}
+        texts |= {"units": "Units run for a request.", "batches": "Units by the requests that shared them."}
+        for field, label in by.items():
+            counts: dict[Any, int] = getattr(status, field)
+            metric = f"diffgen_requests_{field}" if field in ("finished", "refused") else f"diffgen_{field}"
+            yield _counter(metric, texts[field], {str(key): count for key, count in counts.items()}, label)
 
 
-def _gauge(name: str, text: str, values: dict[str, float], label: str = "model") -> Metric:
+def _gauge(name: str, text: str, values: Mapping[str, float], label: str = "model") -> Metric:
     family = GaugeMetricFamily(name, text, labels=(label,))
     for key, value in values.items():
         family.add_metric((key,), float(value))
     return family
 
 
-def _counter(name: str, text: str, values: dict[str, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=("model",))
+def _counter(name: str, text: str, values: Mapping[str, float], label: str = "model") -> Metric:
+    family = CounterMetricFamily(name, text, labels=(label,))
     for key, value in values.items():
         family.add_metric((key,), float(value))
     return family

@@ -45,7 +45,7 @@ async def model(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """Every client's requests in work, and what has been done."""
     found = await asyncio.to_thread(service_of(request).loaded().status)
-    return json_response(msgspec.to_builtins(found))
+    return json_response(msgspec.to_builtins(found, str_keys=True))
 
 
 @router.delete("/v1/requests/{request_id}", **schema.gives("Any"))

@@ -99,6 +99,7 @@ def _view(service: Service, job: Job) -> dict[str, Any]:
         "timings": {stage: round(seconds, 6) for stage, seconds in job.timings.items()},
         "inference_time_s": round(job.timings["total"], 6) if "total" in job.timings else None,
         "peak_memory_mb": round(job.peak_memory_mb, 1) or None,
+        "eta": round(max(0.0, live.ends_at - time.time()), 1) if live is not None and live.ends_at else None,
         "ahead": live.ahead if live is not None and job.status == "queued" else None,
     }
 
