@@ -59,8 +59,8 @@ def _parts(pipeline: Any, params: SamplingParams, models: dict[str, torch.nn.Mod
     if not hasattr(pipeline, "prepare_latents"):
         return found
     req.scheduler = pipeline.make_scheduler(req)  # some scale the noise
-    generators = [torch.Generator("cpu").manual_seed(0) for _ in range(count)]
-    latents = req.latents = pipeline.prepare_latents(req, generators)
+    # A generator would draw the noise on its own device, which is no empty one.
+    latents = req.latents = pipeline.prepare_latents(req, None)
     branches = 2 if is_guided(params, pipeline.spec) else 1
     found["latents"] = latents.numel() * 4 * (2 + branches)
     decoders = [part for part in models.values() if hasattr(part, "decode")]

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from diffgen.params import BATCH_FIELDS, Resolved
 from diffgen.scheduler.plan import Position
+
+
+class Need(NamedTuple):
+    """Bytes of memory on a rank: what a request holds while it is in flight, and what one unit of it works with."""
+
+    held: int
+    work: int
+
+
+NOTHING = Need(0, 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,6 +40,7 @@ class Job:
     arrived: float
     branches: int = 1
     deadline: float | None = None
+    need: Need = NOTHING
     started: float | None = None
     position: Position | None = None
     served: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from diffgen.scheduler.cost import CostModel
@@ -18,10 +19,11 @@ BATCH_TURN_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class BatchLimits:
-    """The most that shares a forward: outputs, and their pixels of all frames."""
+    """The most that shares a forward: outputs, their pixels of all frames, and bytes of memory to work with."""
 
     outputs: int
     pixels: int
+    work: float = math.inf
 
 
 def in_order(jobs: Iterable[Job], cost: CostModel, now: float) -> list[Job]:
@@ -60,6 +62,7 @@ def choose(jobs: Iterable[Job], cost: CostModel, limits: BatchLimits, now: float
     if not queue or queue[0].batch_key() is None:
         return chosen
     first, outputs, pixels = queue[0], queue[0].outputs, queue[0].pixels * queue[0].outputs
+    work = first.need.work
     stage = "" if first.position is None else first.position.name
     for job in queue[1:]:
         outputs_with, pixels_with = outputs + job.outputs, pixels + job.pixels * job.outputs
@@ -67,11 +70,13 @@ def choose(jobs: Iterable[Job], cost: CostModel, limits: BatchLimits, now: float
             break
         if job.shape_key() != first.shape_key() or outputs_with > limits.outputs or pixels_with > limits.pixels:
             continue
+        if work + job.need.work > limits.work:
+            continue
         if not (explore or cost.pays(stage, chosen, job)):
             continue
         if job.position is None or job.position.prepares:
             return [job]
         if job.batch_key() == first.batch_key():
             chosen.append(job)
-            outputs, pixels = outputs_with, pixels_with
+            outputs, pixels, work = outputs_with, pixels_with, work + job.need.work
     return chosen

@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diffgen.args import RunArgs
 from diffgen.errors import (
-    DeadlineExceeded,
     DiffgenError,
     InvalidRequest,
-    QueueFull,
     RequestCancelled,
     WorkerDied,
     error_from,
 )
 from diffgen.params import Limits, ModelSpec, is_guided, resolve
+from diffgen.scheduler.admission import Admission, Memory, out_of_time
 from diffgen.scheduler.cost import CostModel
+from diffgen.scheduler.forecast import Forecast
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import Admit, Outcome, Plan, Position, StageInfo
-from diffgen.scheduler.policy import BatchLimits, choose, in_order
+from diffgen.scheduler.policy import BatchLimits, choose
 from diffgen.wire.messages import (
     Abort,
     Aborted,
@@ -32,7 +32,6 @@ from diffgen.wire.messages import (
     GetStatus,
     Hello,
     Progress,
-    RequestStatus,
     ServerMessage,
     Status,
     Submit,
@@ -41,10 +40,6 @@ from diffgen.wire.messages import (
 
 MAX_DEATHS = 2  # of the server, while it ran a request, until the request is refused
 EXPLORE_TICKS = 64  # now and then a batch runs that did not pay before
-# A request is refused for its time limit only where it is expected to take this much longer: estimates are rough.
-DOUBT = 1.5
-_FORECAST_S = 0.5  # how long a forecast for all requests is good for
-_BUSY_S = 5.0  # time to come back to a full queue, where nothing better is known
 
 Answer = tuple[bytes, ServerMessage]
 
@@ -66,17 +61,20 @@ class Scheduler:
         deaths: Mapping[str, int] | None = None,
         stages: Sequence[StageInfo] = (),
         restarts: int = 0,
+        memory: Memory | None = None,
     ) -> None:
         self.model = model
         self.epoch = epoch
         self._deaths = deaths or {}
         self._limits = limits
         self._run = run
-        self._batch_limits = BatchLimits(run.max_batch_size, run.max_batch_pixels)
         self._cost = CostModel(stages)
         self._clock = clock
         self._restarts = restarts
         self._jobs: dict[str, Job] = {}  # in order of arrival
+        jobs = self._jobs.values()
+        self._forecast = Forecast(jobs, self._cost)
+        self._admission = Admission(jobs, limits, run.max_running, self._cost, self._forecast, memory)
         self._drop: list[str] = []  # ended here, still held by the ranks
         self._tick = 0
         self._finished: collections.Counter[str] = collections.Counter()
@@ -84,8 +82,6 @@ class Scheduler:
         self._units: collections.Counter[str] = collections.Counter()
         self._batches: collections.Counter[int] = collections.Counter()
         self._tick_seconds = 0.0
-        self._forecast_at = float("-inf")
-        self._forecast: dict[str, tuple[int, float | None]] = {}
         self._since = clock()
 
     @property
@@ -117,10 +113,10 @@ class Scheduler:
     def status(self) -> Status:
         """What is in work, and what has been done."""
         now = self._clock()
-        self._foresee(now)
+        self._forecast.look(now)
         running = sum(job.started is not None for job in self._jobs.values())
         return Status(
-            requests=tuple(self._status(job, now) for job in self._jobs.values()),
+            requests=tuple(self._forecast.status(job, now) for job in self._jobs.values()),
             finished=dict(self._finished),
             ticks=self._tick,
             seconds=now - self._since,
@@ -133,42 +129,6 @@ class Scheduler:
             restarts=self._restarts,
         )
 
-    def _status(self, job: Job, now: float) -> RequestStatus:
-        params, place = job.resolved.params, job.position
-        ahead, eta = self._expected(job, now)
-        return RequestStatus(
-            id=job.id,
-            state="queued" if place is None else "running",
-            seconds=now - job.arrived,
-            width=params.width or 0,
-            height=params.height or 0,
-            num_frames=params.num_frames or 1,
-            outputs=job.outputs,
-            stage="" if place is None else place.name,
-            step=0 if place is None else place.unit,
-            total=0 if place is None else place.units,
-            priority="interactive" if job.interactive else "batch",
-            ahead=ahead,
-            eta=eta,
-            time_left=None if job.deadline is None else job.deadline - now,
-        )
-
-    def _foresee(self, now: float) -> None:
-        """Place in the order and time of its end of every request, as things stand."""
-        order = in_order(self._jobs.values(), self._cost, now)
-        ends = self._cost.ends(order)
-        self._forecast = {
-            job.id: (index, now + ends[job.id] if job.id in ends else None) for index, job in enumerate(order)
-        }
-        self._forecast_at = now
-
-    def _expected(self, job: Job, now: float) -> tuple[int, float | None]:
-        """How many requests go before it, and seconds until it ends."""
-        if job.id not in self._forecast or now - self._forecast_at > _FORECAST_S:
-            self._foresee(now)
-        ahead, ends = self._forecast[job.id]
-        return ahead, None if ends is None else max(0.0, ends - now)
-
     def _submit(self, client: bytes, message: Submit) -> list[Answer]:
         held = self._jobs.get(message.id)
         if held is not None and held.client == client:
@@ -178,8 +138,7 @@ class Scheduler:
             return [self._refuse(client, message.id, taken)]
         now = self._clock()
         try:
-            if len(self._jobs) >= self._limits.queue:
-                raise self._queue_full(now)
+            self._admission.check_room(now)
             if self._deaths.get(message.id, 0) >= MAX_DEATHS:
                 times = f"the server has died {self._deaths[message.id]} times while it ran this request"
                 raise WorkerDied(f"{times}; it will not be tried again", retryable=False)
@@ -194,9 +153,11 @@ class Scheduler:
                 served=now,
                 suspect=message.id in self._deaths,
             )
+            self._admission.check_memory(job)
             self._jobs[job.id] = job
-            ahead, eta = self._expected(job, now)
-            self._check_time(job, eta)
+            self._forecast.look(now)
+            ahead, eta = self._forecast.of(job, now)
+            self._admission.check_time(job, eta)
         except DiffgenError as error:
             self._jobs.pop(message.id, None)
             return [self._refuse(client, message.id, error)]
@@ -206,35 +167,11 @@ class Scheduler:
         self._refused[error.code] += 1
         return client, Failed(request_id, error.info())
 
-    def _queue_full(self, now: float) -> QueueFull:
-        self._foresee(now)
-        soonest = min((ends for _, ends in self._forecast.values() if ends is not None), default=now + _BUSY_S)
-        wait = max(0.1, soonest - now)
-        rule = f"this server's limit is {self._limits.queue}; try again in {wait:.1f} s"
-        return QueueFull(f"{len(self._jobs)} requests are waiting or running, and {rule}", retry_after=wait)
-
-    def _check_time(self, job: Job, eta: float | None) -> None:
-        """Refuse what cannot end within its time limit, as far as the times of steps are known."""
-        limit = job.resolved.params.time_limit
-        if limit is None or eta is None or eta <= limit * DOUBT:
-            return
-        own = self._cost.seconds_left(job)
-        alone = own <= limit * DOUBT
-        what = f"time_limit is {limit:g} s; the request takes about {own:.1f} s by itself and would end in {eta:.1f} s"
-        remedy = "try again later or give it more time" if alone else "give it more time, or ask for less work"
-        raise DeadlineExceeded(
-            f"{what}; {remedy}",
-            code="deadline_impossible",
-            retryable=alone,
-            param="time_limit",
-            retry_after=eta - limit if alone else None,
-        )
-
     def expire(self) -> list[Answer]:
         """End the requests whose time is over. To be called before each tick."""
         now = self._clock()
         late = [job for job in self._jobs.values() if job.deadline is not None and now >= job.deadline]
-        return [self._fail(job, _out_of_time(job, self._limits.time)) for job in late]
+        return [self._fail(job, out_of_time(job, self._limits.time)) for job in late]
 
     def _cancel(self, job: Job, reason: str) -> Answer:
         return self._fail(job, RequestCancelled(f"request {job.id} was stopped: {reason}"))
@@ -252,12 +189,14 @@ class Scheduler:
         drop, self._drop = tuple(self._drop), []
         running = [job for job in self._jobs.values() if job.started is not None]
         now = self._clock()
-        admitted = self._admit(now, self._run.max_running - len(running))
+        admitted = self._admission.begin(running, now)
         for job in admitted:
             job.started = now
             job.timings["queue"] = now - job.arrived
         explore = self._tick % EXPLORE_TICKS == 0
-        chosen = choose([*running, *admitted], self._cost, self._batch_limits, now, explore)
+        flying = [*running, *admitted]
+        limits = BatchLimits(self._run.max_batch_size, self._run.max_batch_pixels, self._admission.free(flying))
+        chosen = choose(flying, self._cost, limits, now, explore)
         return Plan(
             tick=self._tick,
             drop=drop,
@@ -265,11 +204,6 @@ class Scheduler:
             stage=0 if not chosen or chosen[0].position is None else chosen[0].position.stage,
             ids=tuple(job.id for job in chosen),
         )
-
-    def _admit(self, now: float, room: int) -> list[Job]:
-        """The next requests that the ranks are to hold."""
-        waiting = [job for job in self._jobs.values() if job.started is None]
-        return in_order(waiting, self._cost, now)[:room] if waiting and room > 0 else []
 
     def stop(self) -> Plan:
         """The last plan: every rank ends."""
@@ -307,7 +241,7 @@ class Scheduler:
                 self._units[outcome.stage] += 1
                 if outcome.step == outcome.total:
                     self._cost.learn_stage(outcome.stage, job, outcome.total, job.timings[outcome.stage])
-                eta = 0.0 if outcome.finished else self._expected(job, now)[1]
+                eta = 0.0 if outcome.finished else self._forecast.of(job, now)[1]
                 answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total, eta)))
         return answers
 
@@ -325,11 +259,3 @@ class Scheduler:
     def fail_all(self, error: DiffgenError) -> list[Answer]:
         """End every request with ``error``."""
         return [self._fail(job, error) for job in list(self._jobs.values())]
-
-
-def _out_of_time(job: Job, most: int) -> DeadlineExceeded:
-    limit = job.resolved.params.time_limit
-    what = f"its time_limit of {limit:g} s" if limit is not None else f"this server's limit of {most} s for a request"
-    place = job.position
-    where = "before it began" if place is None else f"in {place.name}, after {place.unit} of {place.units} units"
-    return DeadlineExceeded(f"request {job.id} was ended {where}: {what} is over; ask for less or give it more")

@@ -23,6 +23,7 @@ from diffgen.logs import set_up_logs
 from diffgen.server.pipe import TO_RANK, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop, ToRank
 
 if TYPE_CHECKING:
+    from diffgen.scheduler.scheduler import Scheduler
     from diffgen.worker.faults import Faults
     from diffgen.worker.worker import GPUWorker, Progress
 
@@ -127,26 +128,32 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", device)
     faults = Faults.from_environment(info.rank, Path(start.run_folder))
     faults.at("load")
-    pipeline = _build_pipeline(start, control, device)
+    folder = _find_model(start, control, device)
+    pipeline = open_pipeline(folder, args.model, device)
     faults.install(pipeline.stages)
     worker = GPUWorker(pipeline, ParallelExecutor(device), control)
     watch.progress = worker.progress
     control.gather_vote([info.rank])  # no rank is ready before all have loaded
     logger.info("ready: %s on %s with %d threads", pipeline.spec.name, device, torch.get_num_threads())
     if info.leads:
-        _lead(start, worker, faults, pipe, stops)
+        _lead(start, worker, _make_scheduler(start, worker, folder), faults, pipe, stops)
     else:
         pipe.send(Ready(pipeline.spec.name))
         _follow(worker)
 
 
-def _build_pipeline(start: Start, control: Any, device: Any) -> Any:
+def _find_model(start: Start, control: Any, device: Any) -> Path:
+    """The folder of the model. Raises :class:`StartFailed` where there is no memory for its weights."""
     from diffgen.loading.hub import resolve_model
+    from diffgen.loading.memory import check_weights
 
-    model = start.args.model
+    folder = ""
     # One rank downloads; the others are told where to.
-    folder = str(resolve_model(model)) if control.info.leads else ""
-    return open_pipeline(Path(control.broadcast(folder.encode()).decode()), model, device)
+    if control.info.leads:
+        found = resolve_model(start.args.model)
+        check_weights(found, start.args.model, device, control.info.size)
+        folder = str(found)
+    return Path(control.broadcast(folder.encode()).decode())
 
 
 def open_pipeline(folder: Path, model: ModelArgs, device: Any) -> Any:
@@ -175,26 +182,46 @@ def _follow(worker: GPUWorker) -> None:
         worker.tick(plan)
 
 
-def _lead(start: Start, worker: GPUWorker, faults: Faults, pipe: Pipe[ToRank], inbox: queue.SimpleQueue[Any]) -> None:
-    """Rank 0's loop: take messages, plan, broadcast, run, answer."""
+def _make_scheduler(start: Start, worker: GPUWorker, folder: Path) -> Scheduler:
     import msgspec
+    import torch
 
+    from diffgen.loading.device import default_dtype
+    from diffgen.loading.memory import RequestMemory
     from diffgen.scheduler.plan import StageInfo
     from diffgen.scheduler.scheduler import Scheduler
-    from diffgen.server.answer import make_result
-    from diffgen.wire.messages import Closing
-    from diffgen.wire.router import Router
 
-    spec, args = worker.pipeline.spec, start.args
-    scheduler = Scheduler(
-        spec,
+    args, device = start.args, worker.executor.device
+    dtype = args.model.dtype or str(default_dtype(device)).removeprefix("torch.")
+    empty = msgspec.structs.replace(args.model, dtype=dtype)
+    return Scheduler(
+        worker.pipeline.spec,
         args.limits,
         args.run,
         uuid.uuid4().hex,
         deaths=start.deaths,
         stages=[StageInfo(stage.name, stage.prepares, stage.stepped) for stage in worker.pipeline.stages],
         restarts=start.restarts,
+        memory=RequestMemory(device, args.run.num_gpus, lambda: open_pipeline(folder, empty, torch.device("meta"))),
     )
+
+
+def _lead(
+    start: Start,
+    worker: GPUWorker,
+    scheduler: Scheduler,
+    faults: Faults,
+    pipe: Pipe[ToRank],
+    inbox: queue.SimpleQueue[Any],
+) -> None:
+    """Rank 0's loop: take messages, plan, broadcast, run, answer."""
+    import msgspec
+
+    from diffgen.server.answer import make_result
+    from diffgen.wire.messages import Closing
+    from diffgen.wire.router import Router
+
+    spec, args = worker.pipeline.spec, start.args
     router = Router(start.socket, args.listen, inbox)
     pipe.send(Ready(spec.name, router.address))
 

@@ -22,6 +22,7 @@ from diffgen.errors import (
     ConnectionFailed,
     InvalidRequest,
     ModelError,
+    OutOfMemory,
     OutputError,
     QueueFull,
     RequestCancelled,
@@ -267,7 +268,9 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SamplingParams.__struct_fields__ if name != "priority"])
+@pytest.mark.parametrize(
+    "name", [name for name in SamplingParams.__struct_fields__ if name not in ("priority", "preview_every")]
+)
 def test_no_parameter_is_ignored_without_a_word(server: DiffGenerator, name: str) -> None:
     """Another value changes the result, or is refused, or is told to have no effect."""
     base: dict[str, Any] = {"prompt": "a red circle on a blue square", "seed": 1, **FAST}
@@ -278,6 +281,12 @@ def test_no_parameter_is_ignored_without_a_word(server: DiffGenerator, name: str
         return
     assert changed.raw is not None
     assert not np.array_equal(changed.raw, plain.raw) or any(name in warning for warning in changed.warnings)
+
+
+def test_what_cannot_fit_into_memory_is_refused_with_the_numbers(server: DiffGenerator) -> None:
+    with pytest.raises(OutOfMemory, match=r"needs about \d+ MiB a rank, and \d+ are free") as caught:
+        server.generate("a", width=4096, height=4096, num_frames=1025, n=16)
+    assert caught.value.code == "insufficient_memory"
 
 
 def test_warnings_say_what_has_no_effect(server: DiffGenerator) -> None:

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.errors import StartFailed
 from diffgen.loading.estimate import estimate_memory
+from diffgen.loading.memory import RequestMemory, available_bytes, check_weights, weight_bytes
 from diffgen.params import Limits, SamplingParams, resolve
+from diffgen.scheduler.job import Need
 from diffgen.server.rank import open_pipeline
 
 
@@ -55,3 +58,34 @@ def test_the_estimate_is_its_formula(tiny_wan: Path) -> None:
     assert found["total"] == pytest.approx(work, abs=0.2)
     unguided = estimate_memory(pipeline, msgspec.structs.replace(params, guidance_scale=1.0))
     assert unguided["denoise"] == pytest.approx(found["denoise"] / 2, abs=0.1)
+
+
+@pytest.mark.slow
+def test_weights_are_counted_from_their_files_and_refused_where_they_cannot_fit(tiny_wan: Path) -> None:
+    cpu, model = torch.device("cpu"), ModelArgs(model_path=str(tiny_wan))
+    pipeline = open_pipeline(tiny_wan, model, torch.device("meta"))
+    models = [part for part in pipeline.pipe.components.values() if isinstance(part, torch.nn.Module)]
+    count = sum(each.numel() for part in models for each in part.parameters())
+    assert weight_bytes(tiny_wan, model, cpu) == pytest.approx(4 * count, rel=0.02), "but for what is tied"
+    half = msgspec.structs.replace(model, dtype="float16")
+    assert weight_bytes(tiny_wan, half, cpu) == weight_bytes(tiny_wan, model, cpu) // 2
+    check_weights(tiny_wan, model, cpu, ranks=2)
+    with pytest.raises(StartFailed, match=r"weights of .* take \d+ MiB and each of 1000000 rank") as caught:
+        check_weights(tiny_wan, model, cpu, ranks=1_000_000)
+    assert caught.value.code == "insufficient_memory"
+
+
+@pytest.mark.slow
+def test_a_request_is_looked_at_where_it_is_not_small(tiny_wan: Path) -> None:
+    pipeline = open_pipeline(tiny_wan, ModelArgs(model_path=str(tiny_wan)), torch.device("meta"))
+    opened: list[int] = []
+    memory = RequestMemory(torch.device("cpu"), 1, lambda: opened.append(1) or pipeline)
+    params = resolve(SamplingParams(prompt="a", width=256, height=256, seed=3), pipeline.spec, Limits()).params
+    assert memory.needs(params, 10**12) == Need(0, 0)
+    assert not opened, "plenty is there"
+    need, found = memory.needs(params, 10**6), estimate_memory(pipeline, params)
+    assert need.held == pytest.approx((found["latents"] + found["pixels"]) * 2**20, abs=1)
+    assert need.work == pytest.approx(max(found["denoise"], found["decode"]) * 2**20, abs=1)
+    memory.needs(msgspec.structs.replace(params, prompt="b", seed=4), 10**6)
+    assert opened == [1]
+    assert 0 < memory.available() == pytest.approx(available_bytes(torch.device("cpu")), rel=0.2)

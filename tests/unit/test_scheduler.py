@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from diffgen.args import RunArgs
 from diffgen.errors import ErrorInfo, GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
+from diffgen.scheduler.admission import Memory
+from diffgen.scheduler.job import Need
 from diffgen.scheduler.plan import Outcome, Plan, Position, StageInfo
 from diffgen.scheduler.scheduler import Scheduler
 from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Hello, Progress, Submit, Welcome
@@ -72,11 +74,20 @@ class Ranks:
 class Driver:
     """Rank 0's loop around a scheduler, with the answers it would send."""
 
-    def __init__(self, model: ModelSpec, ranks: Ranks | None = None, limits: Limits | None = None, **run: Any) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        ranks: Ranks | None = None,
+        limits: Limits | None = None,
+        memory: Memory | None = None,
+        **run: Any,
+    ) -> None:
         self.now = 0.0
         self.run_args = RunArgs(**run)
         self.limits = limits or Limits()
-        self.scheduler = Scheduler(model, self.limits, self.run_args, "epoch", lambda: self.now, stages=STAGES)
+        self.scheduler = Scheduler(
+            model, self.limits, self.run_args, "epoch", lambda: self.now, stages=STAGES, memory=memory
+        )
         self.ranks = ranks or Ranks()
         self.answers: list[tuple[bytes, Any]] = []
         self.finished: list[str] = []
@@ -124,7 +135,7 @@ Drive = Callable[..., Driver]
 
 @pytest.fixture
 def drive(model: ModelSpec) -> Drive:
-    return lambda ranks=None, limits=None, **run: Driver(model, ranks, limits, **run)
+    return lambda ranks=None, limits=None, memory=None, **run: Driver(model, ranks, limits, memory, **run)
 
 
 def test_hello_is_welcomed_with_epoch_and_model(drive: Drive, model: ModelSpec) -> None:
@@ -414,6 +425,44 @@ def test_an_impossible_time_limit_is_refused_with_the_numbers(drive: Drive) -> N
     assert later.error.retry_after == 21.0
     driver.drain()
     assert driver.failures().keys() == {"a", "b", "c"}
+
+
+@dataclasses.dataclass
+class Bytes:
+    """Memory of 100 bytes, of which a request holds one a step and works with ten an output."""
+
+    def available(self) -> int:
+        return 100
+
+    def needs(self, params: SamplingParams, available: int) -> Need:
+        assert available == 100
+        return Need(params.num_inference_steps or 0, 10 * (params.num_outputs_per_prompt or 0))
+
+
+def test_what_cannot_fit_is_refused_and_others_wait_until_it_can(drive: Drive) -> None:
+    driver = drive(memory=Bytes(), max_batch_size=9)
+    (refused,) = driver.submit("a", num_inference_steps=81, num_outputs_per_prompt=2)
+    assert (refused.error.kind, refused.error.code) == ("OutOfMemory", "insufficient_memory")
+    for name, steps in (("b", 50), ("c", 60), ("d", 61)):
+        driver.submit(name, num_inference_steps=steps)
+    assert [admit.id for admit in driver.tick().admit] == ["b"]
+    driver.submit("e", num_inference_steps=9, num_outputs_per_prompt=4)
+    assert [admit.id for admit in driver.tick().admit] == ["e"], "it is the shortest, and fits beside the other"
+    while not driver.finished:
+        assert driver.scheduler.status().running == 2
+        driver.tick()
+    assert driver.finished == ["e"]
+    driver.drain(ticks=500)
+    assert driver.finished == ["e", "b", "c", "d"]
+
+
+def test_a_batch_works_with_the_memory_that_is_left(drive: Drive) -> None:
+    driver = drive(memory=Bytes(), max_batch_size=9)
+    for name in "abcdefgh":
+        driver.submit(name, num_inference_steps=6)
+    driver.drain(ticks=500)
+    assert max(len(batch) for batch in driver.ranks.batches) == 5
+    assert sorted(driver.finished) == sorted("abcdefgh")
 
 
 def test_bye_cancels_all_of_one_client_and_answers_nothing(drive: Drive) -> None:
