@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from diffgen.distributed.dims import check_degrees
 from diffgen.errors import InvalidRequest
 from diffgen.fields import check_ranges, fields, nearest_name, refuse
 from diffgen.params import Limits
@@ -42,6 +43,26 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where and how the model runs."""
 
     num_gpus: Annotated[int, Meta(description="ranks: one process a device", extra={"min": 1})] = 1
+    tp_size: Annotated[
+        int | None, Meta(description="ranks that share the weights of denoiser and text encoder", extra={"min": 1})
+    ] = None
+    sp_degree: Annotated[
+        int | None,
+        Meta(description="ranks that share the tokens: ulysses where heads divide, else ring", extra={"min": 1}),
+    ] = None
+    ulysses_degree: Annotated[
+        int | None, Meta(description="ranks that share the tokens and, in attention, the heads", extra={"min": 1})
+    ] = None
+    ring_degree: Annotated[
+        int | None, Meta(description="ranks that share the tokens and pass keys around a ring", extra={"min": 1})
+    ] = None
+    cfg_degree: Annotated[
+        int | None, Meta(description="groups of ranks that share the guidance branches and outputs", extra={"min": 1})
+    ] = None
+    enable_cfg_parallel: Annotated[bool, Meta(description="as cfg_degree 2")] = False
+    parallel_decode: Annotated[
+        bool, Meta(description="share the decode among all ranks of a replica, where the VAE can be split")
+    ] = True
     device: Annotated[
         Literal["cpu", "cuda"] | None, Meta(description="kind of device; cuda where there is one, else cpu")
     ] = None
@@ -94,6 +115,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def check_args(args: ServerArgs) -> None:
     """Rules that need no device and no model. Raises :class:`InvalidRequest`."""
     check_ranges(args.run)
+    check_degrees(args.run)
     for name in LIMITS:
         value = getattr(args.limits, name)
         if not 1 <= value <= MAX_LIMIT:

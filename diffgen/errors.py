@@ -138,6 +138,8 @@ class WorkerDied(ServerError):
 
 # The code of a WorkerDied that tells only that another rank is gone.
 PEER_LOST = "peer_lost"
+# The code of a GenerationError that tells only that another rank has one.
+PEER_FAILED = "peer_failed"
 
 
 class ServerClosed(ServerError):

@@ -48,7 +48,7 @@ class Req:
         timesteps: (steps,); second-order schedulers have more than ``num_inference_steps``.
         generators: one CPU generator an output, seeded with ``seed + i``.
         decoder: what the decoder keeps between latent frames.
-        frames: decoded parts, each uint8 (n, frames, height, width, 3), or (1, ...) where each is one output.
+        frames: decoded parts, each uint8 (n, frames, height, width, 3), or (k, ...), all frames of k outputs.
         stage, unit: position: units of the current stage that are done.
         extra: whatever one family needs beside all this, typed by it.
     """

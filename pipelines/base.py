@@ -10,12 +10,16 @@ import msgspec
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.dims import Abilities
+from diffgen.distributed.layout import Layout
+from diffgen.distributed.tensor import TensorPlan
 from diffgen.errors import InvalidRequest, ModelError
 from diffgen.loading.components import load_components
 from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
 from diffgen.params import BATCH_FIELDS, ModelSpec, SamplingParams, is_guided
 from diffgen.request import Req
+from pipelines.parallel import denoiser_abilities, sliced_components, split_models
 from stages.base import PipelineStage
 from stages.decode import DecodingStage
 from stages.preview import Previewer, make_previewer
@@ -34,9 +38,17 @@ class ComposedPipelineBase(abc.ABC):
     #: Components that are loaded in float32 whatever dtype is asked for.
     float32_components: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device) -> None:
+    #: How tensor parallelism cuts components, by name, beside what their classes and ``pipelines.plans`` say.
+    tensor_plans: ClassVar[Mapping[str, TensorPlan]] = {}
+    #: Whether requests are guided unless they ask otherwise, so that two groups of ranks have work.
+    usually_guided: ClassVar[bool] = False
+
+    def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None) -> None:
         self.device = device
-        self.pipe: Any = load_components(index, model, device, self.float32_components)
+        self.layout = layout or Layout()
+        plans = sliced_components(index, self.tensor_plans) if self.layout.dims.tp > 1 else {}
+        self.pipe: Any = load_components(index, model, device, self.float32_components, plans, self.layout.tp)
+        split_models(self.pipe, self.layout)
         self.spec = self.make_spec(index, model_name(model))
         self.stages = self.make_stages()
         self.preview: Previewer | None = None
@@ -47,12 +59,19 @@ class ComposedPipelineBase(abc.ABC):
                 self.spec = msgspec.structs.replace(self.spec, takes=(*self.spec.takes, "preview_every"))
 
     @classmethod
-    def load(cls, index: ModelIndex, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
+    def load(
+        cls, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None
+    ) -> ComposedPipelineBase:
         """Check that the family can serve the model, then load it. Raises :class:`ModelError`."""
         if index.pipeline_class not in cls.serves:
             rule = f"{cls.__name__} serves {', '.join(cls.serves)}"
             raise ModelError(f"{index.folder} is a {index.pipeline_class}; {rule}", code="unsupported_model")
-        return cls(index, model, device)
+        return cls(index, model, device, layout)
+
+    @classmethod
+    def abilities(cls, index: ModelIndex) -> Abilities:
+        """By what the model can be split, from its configuration alone."""
+        return denoiser_abilities(index, cls.tensor_plans, cls.usually_guided)
 
     @abc.abstractmethod
     def make_stages(self) -> Sequence[PipelineStage]:

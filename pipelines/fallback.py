@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.dims import Abilities
+from diffgen.distributed.layout import Layout
 from diffgen.errors import GenerationError, InvalidRequest, ModelError
 from diffgen.loading.index import ModelIndex
 from diffgen.media.pixels import unit_to_uint8
@@ -39,13 +41,21 @@ class FallbackPipeline(ComposedPipelineBase):
     serves: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def load(cls, index: ModelIndex, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
+    def abilities(cls, index: ModelIndex) -> Abilities:
+        """Only its decode can be shared out."""
+        reason = "it runs through a call of diffusers' own, whole"
+        return Abilities(tensor=reason, sequence=reason, rows=reason)
+
+    @classmethod
+    def load(
+        cls, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None
+    ) -> ComposedPipelineBase:
         kind = find_pipeline(index.pipeline_class)
         reason = "diffusers has no such pipeline" if kind is None else reason_against(kind)
         if reason is not None:
             message = f"{index.folder} is a {index.pipeline_class}, which cannot be served: {reason}"
             raise ModelError(message, code="unsupported_model")
-        return cls(index, model, device)
+        return cls(index, model, device, layout)
 
     def make_stages(self) -> Sequence[PipelineStage]:
         return [StepwiseDenoisingStage(self), StepwiseFinishStage(self)]

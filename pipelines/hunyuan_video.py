@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
+from diffgen.distributed.tensor import Style, TensorPlan
 from diffgen.loading.index import ModelIndex
 from diffgen.params import ModelSpec
 from diffgen.request import Req
@@ -28,6 +29,23 @@ _TAKES = ("true_cfg_scale", "max_sequence_length", "scheduler", "flow_shift")
 _CLIP_LENGTH = 77
 
 
+_COLUMNS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+_DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+# The refiner of the text is small and stays whole.
+_COLWISE = [
+    *(f"{block}.attn.{name}" for block in (_DOUBLE, _SINGLE) for name in _COLUMNS),
+    *(f"{_DOUBLE}.{name}.net.0.proj" for name in ("ff", "ff_context")),
+    f"{_SINGLE}.proj_mlp",
+]
+_ROWWISE = [f"{_DOUBLE}.{name}" for name in ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2")]
+_STYLES: dict[str, Style] = {
+    **dict.fromkeys(_COLWISE, "colwise"),
+    **dict.fromkeys(_ROWWISE, "rowwise"),
+    f"{_SINGLE}.proj_out": "packed_rowwise",
+}
+_TENSOR_PLAN = TensorPlan(_STYLES, heads={f"{block}.attn": ("heads",) for block in (_DOUBLE, _SINGLE)})
+
+
 class HunyuanVideoPipeline(ComposedPipelineBase):
     """Llama's text in a template and CLIP's pooled text, a DiT over (frames, height, width) patches, a causal VAE.
 
@@ -36,6 +54,7 @@ class HunyuanVideoPipeline(ComposedPipelineBase):
     """
 
     serves: ClassVar[tuple[str, ...]] = ("HunyuanVideoPipeline",)
+    tensor_plans: ClassVar[dict[str, TensorPlan]] = {"transformer": _TENSOR_PLAN}
 
     def make_stages(self) -> Sequence[PipelineStage]:
         stages = (TextEncodingStage, TimestepStage, LatentPreparationStage, DenoisingStage, DecodingStage)

@@ -9,10 +9,10 @@ import torch
 
 from diffgen.params import SamplingParams
 from diffgen.request import Req
-from pipelines.base import ComposedPipelineBase
+from pipelines.images import ImagePipelineBase
 
 
-class PackedPipelineBase(ComposedPipelineBase):
+class PackedPipelineBase(ImagePipelineBase):
     """Image families whose denoiser takes latents as (n, rows x columns, 4 x channels of the VAE).
 
     Packing itself is that of the family's diffusers pipeline. ``output_type="latent"`` gives this form, as diffusers
@@ -37,14 +37,9 @@ class PackedPipelineBase(ComposedPipelineBase):
     def make_scheduler(self, req: Req) -> Any:
         return self.pipe.scheduler.from_config(self.pipe.scheduler.config)
 
-    def decode_units(self, req: Req) -> int:
-        """One an image."""
-        return req.outputs
-
     def unpacked(self, req: Req) -> torch.Tensor:
-        """Latents of image ``req.unit`` as the VAE takes them, (1, ...), before its scaling."""
-        assert req.latents is not None
-        return self._unpack(req.latents[req.unit : req.unit + 1], req.params)
+        """Latents of the images of ``req.unit`` as the VAE takes them, (images, ...), before its scaling."""
+        return self._unpack(self.unit_latents(req), req.params)
 
     def latent_image(self, latents: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         return super().latent_image(self._unpack(latents, params), params)

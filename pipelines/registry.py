@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.dims import Abilities
+from diffgen.distributed.layout import Layout
 from diffgen.errors import ModelError
 from diffgen.fields import nearest_name
 from diffgen.loading.index import read_index
 from pipelines.base import ComposedPipelineBase
 from pipelines.signature import find_pipeline
+
+Arrange = Callable[[Abilities, str], Layout]
 
 # name -> module:Class, imported when used.
 FAMILIES = {
@@ -47,8 +52,12 @@ def find_family(path: str) -> type[ComposedPipelineBase]:
     return family
 
 
-def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> ComposedPipelineBase:
+def load_pipeline(
+    folder: Path, model: ModelArgs, device: torch.device, arrange: Arrange | None = None
+) -> ComposedPipelineBase:
     """The pipeline of a model's folder, loaded; on the device "meta", without weights.
+
+    ``arrange`` gives the layout once it is known by what the model can be split; one rank without it.
 
     Raises :class:`ModelError` naming what is missing or known.
     """
@@ -69,4 +78,6 @@ def load_pipeline(folder: Path, model: ModelArgs, device: torch.device) -> Compo
     else:
         remedy = f"{nearest_name(model.pipeline, FAMILIES)}, or give module:Class"
         raise ModelError(f"unknown pipeline {model.pipeline!r}; {remedy}", code="unsupported_model")
-    return find_family(path).load(index, model, device)
+    family = find_family(path)
+    layout = None if arrange is None else arrange(family.abilities(index), index.pipeline_class)
+    return family.load(index, model, device, layout)

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.layout import Layout
 from diffgen.errors import ModelError
 from diffgen.loading.index import ModelIndex
 from diffgen.params import ModelSpec
 from diffgen.request import Req
-from pipelines.base import ComposedPipelineBase
+from pipelines.images import ImagePipelineBase
 from stages.base import PipelineStage
 from stages.decode import DecodingStage
 from stages.denoise import DenoisingStage
@@ -24,7 +25,7 @@ from stages.text import TextEncodingStage
 from stages.timesteps import TimestepStage
 
 
-class StableDiffusionPipeline(ComposedPipelineBase):
+class StableDiffusionPipeline(ImagePipelineBase):
     """CLIP text, a UNet that predicts noise or velocity (as the folder's scheduler says), an image VAE.
 
     Shapes: n images, latents (n, C, height / 8, width / 8).
@@ -32,10 +33,11 @@ class StableDiffusionPipeline(ComposedPipelineBase):
 
     serves: ClassVar[tuple[str, ...]] = ("StableDiffusionPipeline",)
     family: ClassVar[str] = "stable-diffusion"
+    usually_guided: ClassVar[bool] = True
     default_guidance: ClassVar[float] = 7.5
 
-    def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device) -> None:
-        super().__init__(index, model, device)
+    def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None) -> None:
+        super().__init__(index, model, device, layout)
         encoder = self.pipe.text_encoder
         if encoder is not None and not hasattr(encoder, "text_model"):
             # encode_prompt looks for the last norm where transformers 4 had it; past nn.Module, which would recurse.
@@ -115,14 +117,9 @@ class StableDiffusionPipeline(ComposedPipelineBase):
         prediction: torch.Tensor = model(latents.to(model.dtype), timestep, return_dict=False, **branch)[0]
         return prediction
 
-    def decode_units(self, req: Req) -> int:
-        """One an image."""
-        return req.outputs
-
     def decode_unit(self, req: Req) -> tuple[torch.Tensor, Any]:
         vae = self.pipe.vae
-        assert req.latents is not None
-        latents = self.unscale(req.latents[req.unit : req.unit + 1]).to(vae.dtype)
+        latents = self.unscale(self.unit_latents(req)).to(vae.dtype)
         return vae.decode(latents, return_dict=False)[0][:, :, None], None
 
     def unscale(self, latents: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from diffgen.distributed.tensor import Style, TensorPlan
 from diffgen.loading.index import ModelIndex
 from diffgen.params import ModelSpec
 from diffgen.request import Req
@@ -21,6 +22,16 @@ from stages.schedulers import flow_names, make_flow_scheduler
 from stages.text import TextEncodingStage
 from stages.timesteps import TimestepStage
 
+_STYLES: dict[str, Style] = {"to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise"}
+# Queries and keys are normed over all heads together.
+_STYLES |= {"norm_q": "norm", "norm_k": "norm"}
+_ATTENTIONS = ("blocks.*.attn1", "blocks.*.attn2")
+_TENSOR_PLAN = TensorPlan(
+    {f"{attention}.{name}": style for attention in _ATTENTIONS for name, style in _STYLES.items()}
+    | {"blocks.*.ffn.net.0.proj": "colwise", "blocks.*.ffn.net.2": "rowwise"},
+    heads=dict.fromkeys(_ATTENTIONS, ("heads",)),
+)
+
 
 class WanPipeline(ComposedPipelineBase):
     """UMT5 text, a DiT over (frames, height, width) patches, a causal video VAE.
@@ -31,6 +42,8 @@ class WanPipeline(ComposedPipelineBase):
 
     serves: ClassVar[tuple[str, ...]] = ("WanPipeline",)
     float32_components: ClassVar[frozenset[str]] = frozenset({"vae"})
+    usually_guided: ClassVar[bool] = True
+    tensor_plans: ClassVar[dict[str, TensorPlan]] = dict.fromkeys(("transformer", "transformer_2"), _TENSOR_PLAN)
 
     def make_stages(self) -> Sequence[PipelineStage]:
         return [

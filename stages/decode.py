@@ -21,8 +21,9 @@ class Decodes(Protocol):
     def decode_unit(self, req: Req) -> tuple[torch.Tensor, Any]:
         """Part ``req.unit`` in [-1, 1], and the decoder's state after it.
 
-        A part is (n, 3, frames, height, width), some frames of every output, or (1, 3, frames, height, width), all
-        frames of output ``req.unit``. ``req.decoder`` is the state before it, None at first, and must not be changed.
+        A part is (n, 3, frames, height, width), some frames of every output, or (k, 3, frames, height, width), all
+        frames of the k outputs that are next. ``req.decoder`` is the state before it, None at first, and must not be
+        changed.
         """
         ...
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from diffgen.errors import PEER_LOST, WorkerDied
+from diffgen.distributed.axis import peers_needed
 
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
-_NEVER = datetime.timedelta(days=1)
+NEVER = datetime.timedelta(days=1)
 _FIRST_BROADCAST = 4096
 MAX_GATHERED = 4096
 
@@ -29,15 +28,6 @@ class RankInfo:
     @property
     def leads(self) -> bool:
         return self.rank == 0
-
-
-@contextlib.contextmanager
-def _peers_needed() -> Iterator[None]:
-    """A collective fails when a peer has gone; the reason is the peer's to tell, and the supervisor hears it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise WorkerDied(f"lost contact with another rank: {error}", code=PEER_LOST) from error
 
 
 class Control:
@@ -60,7 +50,7 @@ class Control:
         if self.info.leads:
             head = len(data).to_bytes(8, "big") + data[:room]
             first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        with _peers_needed():
+        with peers_needed():
             dist.broadcast(first, src=0, group=self._group)
         raw = first.numpy().tobytes()
         length = int.from_bytes(raw[:8], "big")
@@ -69,7 +59,7 @@ class Control:
         rest = torch.zeros(length - room, dtype=torch.uint8)
         if self.info.leads:
             rest[:] = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
-        with _peers_needed():
+        with peers_needed():
             dist.broadcast(rest, src=0, group=self._group)
         return raw[8:] + rest.numpy().tobytes()
 
@@ -93,7 +83,7 @@ class Control:
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.info.size)]
-        with _peers_needed():
+        with peers_needed():
             dist.all_gather(gathered, mine, group=self._group)
         return gathered
 
@@ -105,15 +95,15 @@ def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
     """
     if info.size == 1:
         return Control(info, None)
-    with _peers_needed():
+    with peers_needed():
         return _join(info, rendezvous, device)
 
 
 def _join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
     store = dist.FileStore(str(rendezvous), info.size)  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=_NEVER)
-    control = Control(info, dist.new_group(backend="gloo", timeout=_NEVER))
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=NEVER)
+    control = Control(info, dist.new_group(backend="gloo", timeout=NEVER))
     dist.all_reduce(torch.ones(1, device=device))
     control.gather_vote([info.rank])
     return control

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.axis import AxisGroup
+from diffgen.distributed.tensor import TensorPlan, read_sliced
 from diffgen.errors import ModelError
 from diffgen.loading.device import default_dtype
 from diffgen.loading.index import ModelIndex
@@ -16,10 +19,18 @@ from diffgen.loading.index import ModelIndex
 logger = logging.getLogger(__name__)
 
 
-def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, float32: frozenset[str]) -> Any:
+def load_components(
+    index: ModelIndex,
+    model: ModelArgs,
+    device: torch.device,
+    float32: frozenset[str],
+    plans: Mapping[str, TensorPlan] | None = None,
+    tp: AxisGroup | None = None,
+) -> Any:
     """The diffusers pipeline of a checked folder, in evaluation mode on ``device``: safetensors only, no network.
 
-    On the device "meta" the models are there without their weights, of which no file is read.
+    On the device "meta" the models are there without their weights, of which no file is read. Of the components in
+    ``plans``, this rank of ``tp`` reads its slices alone.
 
     Raises :class:`ModelError` with the reason that diffusers or transformers give.
     """
@@ -37,6 +48,11 @@ def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, f
         absent["requires_safety_checker"] = False
     try:
         given = absent | (_empty_models(index, dtypes) if device.type == "meta" else {})
+        for name, plan in (plans or {}).items():
+            assert tp is not None
+            empty = _empty_models(index, dtypes, name)[name]
+            read_sliced(empty, index.folder / name, model.variant, plan, tp)
+            given[name] = empty
         pipe = kind.from_pretrained(
             index.folder,
             dtype=dtypes,
@@ -51,7 +67,9 @@ def load_components(index: ModelIndex, model: ModelArgs, device: torch.device, f
         raise ModelError(f"cannot load {index.folder}: {reason}", code="model_incomplete") from error
 
 
-def _empty_models(index: ModelIndex, dtypes: dict[str, torch.dtype]) -> dict[str, torch.nn.Module]:
+def _empty_models(
+    index: ModelIndex, dtypes: dict[str, torch.dtype], only: str | None = None
+) -> dict[str, torch.nn.Module]:
     """Each component that has weights, from its configuration alone, with parameters on the device "meta"."""
     import diffusers
     import transformers
@@ -60,7 +78,7 @@ def _empty_models(index: ModelIndex, dtypes: dict[str, torch.dtype]) -> dict[str
     found: dict[str, torch.nn.Module] = {}
     for name, kind in index.components.items():
         folder = index.folder / name
-        if kind is None or name in index.left_out or not (folder / "config.json").exists():
+        if kind is None or name in index.left_out or only not in (None, name) or not (folder / "config.json").exists():
             continue
         library, class_name = kind
         # Beside the two libraries, the modules of diffusers' own pipelines hold components.

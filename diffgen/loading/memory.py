@@ -46,9 +46,12 @@ def _cgroup_bytes(name: str) -> int | None:
         return None
 
 
-def check_weights(folder: Path, model: ModelArgs, device: torch.device, ranks: int) -> None:
-    """Raises :class:`StartFailed` where the model's weights cannot fit; reads only the heads of their files."""
-    need, free = weight_bytes(folder, model, device), available_bytes(device, ranks)
+def check_weights(folder: Path, model: ModelArgs, device: torch.device, ranks: int, parts: int = 1) -> None:
+    """Raises :class:`StartFailed` where the model's weights cannot fit; reads only the heads of their files.
+
+    Of ``parts`` into which ranks may slice the weights, each holds one at least.
+    """
+    need, free = weight_bytes(folder, model, device) // parts, available_bytes(device, ranks)
     if need > free:
         where = f"each of {ranks} rank(s) on {device.type}"
         remedy = "use a smaller dtype, fewer ranks on a CPU, or a device with more memory"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from diffgen.args import RunArgs
 from diffgen.errors import (
     DiffgenError,
+    ErrorInfo,
     InvalidRequest,
     RequestCancelled,
     WorkerDied,
@@ -62,10 +63,12 @@ class Scheduler:
         stages: Sequence[StageInfo] = (),
         restarts: int = 0,
         memory: Memory | None = None,
+        failures: Mapping[str, ErrorInfo] | None = None,
     ) -> None:
         self.model = model
         self.epoch = epoch
         self._deaths = deaths or {}
+        self._failures = failures or {}  # of requests of an earlier life
         self._limits = limits
         self._run = run
         self._cost = CostModel(stages)
@@ -139,6 +142,8 @@ class Scheduler:
         now = self._clock()
         try:
             self._admission.check_room(now)
+            if message.id in self._failures:
+                raise error_from(self._failures[message.id])
             if self._deaths.get(message.id, 0) >= MAX_DEATHS:
                 times = f"the server has died {self._deaths[message.id]} times while it ran this request"
                 raise WorkerDied(f"{times}; it will not be tried again", retryable=False)

@@ -23,6 +23,7 @@ class Start(_Message, frozen=True):
     """First message to a rank: all that it needs. It travels here because a command line can be read by others.
 
     ``restarts`` counts the starts before this one; ``deaths``, by request id, the replicas that died while they ran it.
+    Of requests that failed alone while other ranks waited for the failing one, ``failures`` has the errors.
     """
 
     args: ServerArgs
@@ -31,6 +32,7 @@ class Start(_Message, frozen=True):
     restarts: int
     socket: str
     deaths: dict[str, int]
+    failures: dict[str, ErrorInfo]
 
 
 class Stop(_Message, frozen=True):

@@ -129,9 +129,19 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     faults = Faults.from_environment(info.rank, Path(start.run_folder))
     faults.at("load")
     folder = _find_model(start, control, device)
-    pipeline = open_pipeline(folder, args.model, device)
+
+    def arrange(abilities: Any, name: str) -> Any:
+        from diffgen.distributed.dims import choose_dims
+        from diffgen.distributed.layout import make_layout
+
+        dims, why = choose_dims(args.run, abilities, name)
+        logger.info("layout: %s (%s)", dims, why)
+        return make_layout(dims, info, device, args.run.parallel_decode)
+
+    pipeline = open_pipeline(folder, args.model, device, arrange)
     faults.install(pipeline.stages)
-    worker = GPUWorker(pipeline, ParallelExecutor(device), control)
+    executor = ParallelExecutor(device, pipeline.layout)
+    worker = GPUWorker(pipeline, executor, control, lambda error: _fail(pipe, error, True))
     watch.progress = worker.progress
     control.gather_vote([info.rank])  # no rank is ready before all have loaded
     logger.info("ready: %s on %s with %d threads", pipeline.spec.name, device, torch.get_num_threads())
@@ -151,13 +161,16 @@ def _find_model(start: Start, control: Any, device: Any) -> Path:
     # One rank downloads; the others are told where to.
     if control.info.leads:
         found = resolve_model(start.args.model)
-        check_weights(found, start.args.model, device, control.info.size)
+        check_weights(found, start.args.model, device, control.info.size, start.args.run.tp_size or 1)
         folder = str(found)
     return Path(control.broadcast(folder.encode()).decode())
 
 
-def open_pipeline(folder: Path, model: ModelArgs, device: Any) -> Any:
-    """The pipeline of a model's folder on ``device``; on "meta" without weights, to learn what it takes."""
+def open_pipeline(folder: Path, model: ModelArgs, device: Any, arrange: Any = None) -> Any:
+    """The pipeline of a model's folder on ``device``; on "meta" without weights, to learn what it takes.
+
+    ``arrange(abilities, name)`` gives the layout for a model that can be split so; one rank without it.
+    """
     # The one import upwards: a rank is where the three packages meet.
     import pipelines
 
@@ -169,7 +182,7 @@ def open_pipeline(folder: Path, model: ModelArgs, device: Any) -> Any:
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     from pipelines.registry import load_pipeline
 
-    return load_pipeline(folder, model, device)
+    return load_pipeline(folder, model, device, arrange)
 
 
 def _follow(worker: GPUWorker) -> None:
@@ -203,6 +216,7 @@ def _make_scheduler(start: Start, worker: GPUWorker, folder: Path) -> Scheduler:
         stages=[StageInfo(stage.name, stage.prepares, stage.stepped) for stage in worker.pipeline.stages],
         restarts=start.restarts,
         memory=RequestMemory(device, args.run.num_gpus, lambda: open_pipeline(folder, empty, torch.device("meta"))),
+        failures=start.failures,
     )
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from diffgen.args import ServerArgs
-from diffgen.errors import PEER_LOST, DiffgenError, StartFailed, WorkerDied, error_from
+from diffgen.errors import PEER_LOST, DiffgenError, ErrorInfo, StartFailed, WorkerDied, error_from
 from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop
 
 # Longer than any garbage collection or page fault: a rank that is this silent is stopped or gone.
@@ -50,7 +50,15 @@ class Replica:
         journal: ids of the requests in the last tick that began.
     """
 
-    def __init__(self, args: ServerArgs, folder: Path, life: int, socket: str, deaths: dict[str, int]) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        folder: Path,
+        life: int,
+        socket: str,
+        deaths: dict[str, int],
+        failures: dict[str, ErrorInfo],
+    ) -> None:
         self.ready = False
         self.journal: tuple[str, ...] = ()
         self._args = args
@@ -60,7 +68,7 @@ class Replica:
         self._ended_at: float | None = None  # of the first rank
         try:
             for rank in range(args.run.num_gpus):
-                self._ranks.append(_spawn(Start(args, rank, str(folder), life, socket, deaths)))
+                self._ranks.append(_spawn(Start(args, rank, str(folder), life, socket, deaths, failures)))
         except BaseException:
             self.kill()
             raise

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from diffgen.args import ServerArgs, check_args
-from diffgen.errors import DiffgenError, ServerError
+from diffgen.errors import DiffgenError, ErrorInfo, GenerationError, ServerError
 from diffgen.server.replica import RankStatus, Replica
 
 _MAX_SOCKET_PATH = 100  # of the 107 bytes that the system allows
@@ -28,8 +28,9 @@ class Supervisor:
     """A replica, its folder with sockets, and what is done when it dies: it is started again.
 
     Requests in the last tick of a dead replica are its suspects; their deaths are counted and told to the next one,
-    which runs them alone and refuses those of a second death. After ``max_restarts`` deaths within ten minutes the
-    supervisor gives up: ``on_failure`` is then called with the reason, on its thread.
+    which runs them alone and refuses those of a second death, or of a failure while they were alone. After
+    ``max_restarts`` deaths within ten minutes the supervisor gives up: ``on_failure`` is then called with the reason,
+    on its thread.
     """
 
     def __init__(self, args: ServerArgs, on_failure: Callable[[DiffgenError], None] = lambda error: None) -> None:
@@ -41,6 +42,7 @@ class Supervisor:
         self._folder = _make_run_folder()
         self.socket = f"ipc://{self._folder}/s"
         self._address: str | None = None
+        self._failures: dict[str, ErrorInfo] = {}
         self._replica: Replica | None = None
         self._started = False
         self._changed = threading.Condition()
@@ -106,10 +108,12 @@ class Supervisor:
             if reason is None or not self._started:
                 return reason
             now = time.monotonic()
-            recent = [*(died for died in recent if now - died < _WINDOW_S), now]
+            # A request that fails while ranks wait for each other costs a restart, which is not the server's failure.
+            died = [] if isinstance(reason, GenerationError) else [now]
+            recent = [*(earlier for earlier in recent if now - earlier < _WINDOW_S), *died]
             if len(recent) > self.args.run.max_restarts:
                 return reason.prefixed(f"given up after {len(recent)} failure(s) in a row, the last")
-            if self._stopping.wait(_BACK_OFF_S[min(len(recent), len(_BACK_OFF_S)) - 1]):
+            if self._stopping.wait(_BACK_OFF_S[max(0, min(len(recent), len(_BACK_OFF_S)) - 1)]):
                 return None
             self.restarts += 1
 
@@ -119,13 +123,15 @@ class Supervisor:
         if self._address is not None:
             # A port that the system chose for the first life is kept: clients know it.
             args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
-        replica = Replica(args, self._folder, self.restarts, self.socket, dict(deaths))
+        replica = Replica(args, self._folder, self.restarts, self.socket, dict(deaths), dict(self._failures))
         self._replica = replica
         while not self._stopping.is_set():
             reason = replica.watch(_POLL_S)
             if reason is not None:
                 replica.kill()
                 deaths.update(replica.journal)
+                if isinstance(reason, GenerationError) and len(replica.journal) == 1:
+                    self._failures[replica.journal[0]] = reason.info()
                 return reason
             if replica.ready and not self._started:
                 with self._changed:

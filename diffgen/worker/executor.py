@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from diffgen.distributed.layout import Layout
+from diffgen.distributed.rows import map_rows_over
 from diffgen.errors import DiffgenError, GenerationError, OutOfMemory
 from diffgen.media.pixels import check_finite
 from diffgen.request import Req, Update
@@ -19,11 +21,18 @@ logger = logging.getLogger(__name__)
 class ParallelExecutor:
     """Runs units. It is the only place that knows which ranks take part in what.
 
-    The one layout so far is replicated: every rank computes everything.
+    Guidance branches and outputs are shared out here; tokens, weights and rows of a decode by what ``layout`` has put
+    into the models. Every rank ends a unit with the same values.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, layout: Layout | None = None) -> None:
         self.device = device
+        self.layout = layout or Layout()
+
+    def waits_for_peers(self, stage: Stage) -> bool:
+        """Whether a rank that leaves a unit of this stage early may leave others waiting in a collective."""
+        dims = self.layout.dims
+        return dims.tp > 1 if stage.prepares else dims.world > 1
 
     def run(self, stage: Stage, reqs: Sequence[Req]) -> list[Update | StageError]:
         """One unit of ``stage`` for each request, as new values that are not yet written into any of them.
@@ -49,18 +58,24 @@ class ParallelExecutor:
         return [StageError(failure) for _ in reqs]
 
     def map_rows(self, predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Predictions of all rows, those of equal key in one forward."""
-        predictions: dict[int, torch.Tensor] = {}
-        order = sorted(range(len(rows)), key=lambda index: repr(rows[index].key))
-        for _, members in itertools.groupby(order, key=lambda index: repr(rows[index].key)):
-            indices = list(members)
-            for index, prediction in zip(indices, predict([rows[index] for index in indices]), strict=True):
-                predictions[index] = prediction
-        return [predictions[index] for index in range(len(rows))]
+        """Predictions of all rows, those of equal key in one forward, on every rank."""
+        if self.layout.cfg.size > 1:
+            return map_rows_over(self.layout.cfg, predict, rows, _forwards)
+        return _forwards(predict, rows)
 
     def _free_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _forwards(predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:
+    predictions: dict[int, torch.Tensor] = {}
+    order = sorted(range(len(rows)), key=lambda index: repr(rows[index].key))
+    for _, members in itertools.groupby(order, key=lambda index: repr(rows[index].key)):
+        indices = list(members)
+        for index, prediction in zip(indices, predict([rows[index] for index in indices]), strict=True):
+            predictions[index] = prediction
+    return [predictions[index] for index in range(len(rows))]
 
 
 def _checked(stage: Stage, update: Update) -> Update | StageError:

@@ -2,7 +2,8 @@
 
 It holds faults with a semicolon between them, each ``KIND@STAGE:UNIT:RANK[:TIMES[:PROMPT]]``: on rank RANK, in unit
 UNIT (from 0) of STAGE, for requests whose prompt begins with PROMPT, the first TIMES times (1 when left out). UNIT,
-RANK and TIMES may be ``*``. Beside the model's stages there are ``load`` and, on rank 0, ``send``. Kinds:
+RANK and TIMES may be ``*``. Beside the model's stages there are ``load``, ``forward`` (the denoiser in a step) and, on
+rank 0, ``send``. Kinds:
 
 - ``raise`` an exception, ``oom`` (as when memory runs out)
 - ``exit`` the process at once, ``hang`` for ever
@@ -22,7 +23,7 @@ import torch
 
 from diffgen.errors import InvalidRequest
 from diffgen.request import UNSET, Req, Update
-from diffgen.worker.context import Stage, StageContext
+from diffgen.worker.context import Predict, Row, Stage, StageContext
 
 VARIABLE = "DIFFGEN_FAULT"
 _FORM = re.compile(
@@ -76,6 +77,15 @@ class Faults:
         self, stage: Stage, run: Callable[[Sequence[Req], StageContext], list[Update]]
     ) -> Callable[[Sequence[Req], StageContext], list[Update]]:
         def faulty(reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
+            def map_rows(predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:
+                def faulty_predict(share: Sequence[Row]) -> list[torch.Tensor]:
+                    for req in reqs:
+                        self.at("forward", req.unit, [req.params.prompt])
+                    return predict(share)
+
+                return whole.map_rows(faulty_predict, rows)
+
+            whole, ctx = ctx, dataclasses.replace(ctx, map_rows=map_rows)
             kinds = [self.at(stage.name, req.unit, [req.params.prompt]) for req in reqs]
             updates = run([_spoilt(req) if kind == "nan" else req for req, kind in zip(reqs, kinds, strict=True)], ctx)
             for update, kind in zip(updates, kinds, strict=True):

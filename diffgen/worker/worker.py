@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import resource
 import sys
+import threading
 import time
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import torch
 
 from diffgen.distributed.groups import Control
-from diffgen.errors import ErrorInfo, RanksDiverged
+from diffgen.errors import PEER_FAILED, DiffgenError, ErrorInfo, RanksDiverged
 from diffgen.request import Req, TensorHeader, Update
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Admit, Outcome, Plan, Position
 from diffgen.wire.messages import Preview
-from diffgen.worker.context import Pipeline, StageError
+from diffgen.worker.context import Pipeline, Stage, StageError
 from diffgen.worker.executor import ParallelExecutor
 
 logger = logging.getLogger(__name__)
 
-_OK, _FAILED = 0, 1
+# A rank that only follows another's failure has nothing to say about it.
+_OK, _FAILED, _FOLLOWS = 0, 1, 2
+# For a failure to be told by the vote; longer, and the peers wait in a collective that this rank has left.
+_EXPLAIN_S = 1.0
 
 
 @dataclasses.dataclass
@@ -40,7 +46,15 @@ class Progress:
 class GPUWorker:
     """One rank's pipeline and the requests in flight. Every rank has the same requests in the same state."""
 
-    def __init__(self, pipeline: Pipeline, executor: ParallelExecutor, control: Control) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        executor: ParallelExecutor,
+        control: Control,
+        on_stuck: Callable[[DiffgenError], None] = lambda error: None,
+    ) -> None:
+        """``on_stuck`` is called on another thread when this rank has failed in a unit and can never be heard."""
+        self._on_stuck = on_stuck
         self.pipeline = pipeline
         self.executor = executor
         self.control = control
@@ -68,7 +82,8 @@ class GPUWorker:
         computed = self.executor.run(stage, reqs)
         if self.executor.device.type == "cuda":
             torch.cuda.synchronize()
-        errors = self._vote(plan, computed)
+        with self._or_ends(stage, computed):
+            errors = self._vote(plan, computed)
         self.progress.unit_since = None
         if errors:
             return [
@@ -85,7 +100,7 @@ class GPUWorker:
 
     def _vote(self, plan: Plan, computed: list[Update | StageError]) -> list[ErrorInfo | None]:
         """An error a request where any rank has one; an empty list is a yes."""
-        codes = [_FAILED if isinstance(item, StageError) else _OK for item in computed]
+        codes = [_code(item) for item in computed]
         prints = [0 if isinstance(item, StageError) else fingerprint(item) for item in computed]
         empty = [0] * (MAX_UNIT_REQS - len(codes))
         votes = self.control.gather_vote([plan.tick, *codes, *empty, *prints, *empty])
@@ -101,6 +116,20 @@ class GPUWorker:
             return []
         return self._gather_errors(codes, computed, votes)
 
+    @contextlib.contextmanager
+    def _or_ends(self, stage: Stage, computed: list[Update | StageError]) -> Iterator[None]:
+        """End this rank where it has failed and its peers do not come to the vote: they wait for it elsewhere."""
+        failed = [item.error for item in computed if isinstance(item, StageError)]
+        if not failed or not self.executor.waits_for_peers(stage):
+            yield
+            return
+        timer = threading.Timer(_EXPLAIN_S, self._on_stuck, [failed[0]])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _gather_errors(
         self, codes: list[int], computed: list[Update | StageError], votes: list[list[int]]
     ) -> list[ErrorInfo | None]:
@@ -108,7 +137,8 @@ class GPUWorker:
         told = self.control.gather_bytes(msgspec.msgpack.encode(_shortened(mine[0])) if mine else b"")
         errors: list[ErrorInfo | None] = []
         for index in range(len(codes)):
-            guilty = [rank for rank, vote in enumerate(votes) if vote[1 + index]]
+            failed = [(vote[1 + index], rank) for rank, vote in enumerate(votes) if vote[1 + index]]
+            guilty = [rank for _, rank in sorted(failed)]
             if not guilty:
                 errors.append(None)
                 continue
@@ -160,6 +190,12 @@ class GPUWorker:
                 return Position(req.stage, stage.name, req.unit, units, stage.batch_key(req), stage.prepares)
             req.stage, req.unit = req.stage + 1, 0
         return None
+
+
+def _code(item: Update | StageError) -> int:
+    if not isinstance(item, StageError):
+        return _OK
+    return _FOLLOWS if item.error.code == PEER_FAILED else _FAILED
 
 
 def _enter(admit: Admit) -> Req:

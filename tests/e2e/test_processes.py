@@ -204,8 +204,8 @@ def test_start_has_a_time_limit(tiny_wan: Path, root: Path, monkeypatch: pytest.
 
 # What strikes, by the first word of the prompts: the kind and where, and the error that the request ends with.
 FAULTS: dict[str, tuple[str, type[DiffgenError], str]] = {
-    "raises": ("raise@denoise:1", GenerationError, "denoise failed: RuntimeError: fault on purpose"),
-    "fills": ("oom@denoise:2", OutOfMemory, "out of memory in denoise"),
+    "raises": ("raise@forward:1", GenerationError, "denoise failed: RuntimeError: fault on purpose"),
+    "fills": ("oom@forward:2", OutOfMemory, "out of memory in denoise"),
     "fills-late": ("oom@decode:0", OutOfMemory, "out of memory in decode"),
     "odd-text": ("nan@encode:0", NanOutput, "encode: .* values of encoder_hidden_states"),
     "odd-latents": ("nan@denoise:1", NanOutput, "denoise: .* latents"),
@@ -222,13 +222,14 @@ def test_failures_on_one_rank_are_answered_and_pass(
     """Each ends its request with that rank's reason; its company and all later ones go on with the same pixels."""
     last, cases = ranks - 1, {name: FAULTS[name] for name in FAULTS if ranks > 1 or name != "differs"}
     faults = [f"{where}:{last}:*:{name} " for name, (where, _, _) in cases.items()]
-    monkeypatch.setenv("DIFFGEN_FAULT", ";".join([*faults, f"raise@denoise:1:{last}:1:once "]))
-    with DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=ranks, device="cpu", log_level="error") as generator:
+    monkeypatch.setenv("DIFFGEN_FAULT", ";".join([*faults, f"raise@forward:1:{last}:1:once "]))
+    options: dict[str, Any] = {"num_gpus": ranks, "parallel_decode": False, "log_level": "error"}
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
         good = generator.generate("a", seed=1, **FAST)
         for name, (_, error, match) in cases.items():
             company = generator.submit("a", seed=1, **FAST)
             bad = generator.submit(f"{name} ", seed=1, **FAST)
-            with pytest.raises(error, match=match if ranks == 1 or error is RanksDiverged else f"rank 1: {match}"):
+            with pytest.raises(error, match=match if ranks == 1 or error is RanksDiverged else rf"rank \d: {match}"):
                 bad.result(timeout=60)
             assert np.abs(company.result(timeout=60).pixels.astype(int) - good.pixels).max() <= 1
         passing = [generator.submit(prompt, seed=1, **FAST) for prompt in ("once ", "a")]
@@ -245,6 +246,22 @@ def test_failures_on_one_rank_are_answered_and_pass(
     with pytest.raises(ServerClosed):
         generator.generate("a")
     generator.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs a restart, which does not count as one of the server's failures; the request has the rank's error."""
+    monkeypatch.setenv("DIFFGEN_FAULT", "raise@decode:0:1:*:leaves ")
+    options: dict[str, Any] = {"num_gpus": 2, "max_restarts": 0, "log_level": "error"}
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
+        good = generator.generate("a", seed=1, **FAST)
+        leaving, company = (generator.submit(prompt, seed=1, **FAST) for prompt in ("leaves ", "a"))
+        with pytest.raises(GenerationError, match="rank 1: decode failed: RuntimeError: fault on purpose"):
+            leaving.result(timeout=120)
+        assert np.array_equal(company.result(timeout=60).pixels, good.pixels)
+    assert leftovers(root) == []
 
 
 def test_one_rank(tiny_wan: Path, root: Path) -> None:

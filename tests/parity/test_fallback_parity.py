@@ -14,9 +14,13 @@ from oracle import Oracle, Reference, level_difference, relative_difference
 from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, Local, forwards
 
 from diffgen import DiffGenerator
+from diffgen.args import RunArgs
+from diffgen.distributed.dims import choose_dims
 from diffgen.errors import InvalidRequest, NanOutput, RequestCancelled
+from diffgen.loading.index import read_index
 from diffgen.wire.messages import Progress
 from diffgen.worker.context import StageError
+from pipelines.fallback import FallbackPipeline
 
 # The quick part of the suite has Wan for the mechanism that all families share.
 pytestmark = pytest.mark.slow
@@ -258,15 +262,11 @@ def test_cancel_stops_the_steps(oracle: Oracle, served: DiffGenerator, models: M
     assert units() - stopped == 3  # the next request's alone
 
 
-@pytest.mark.slow
-def test_two_ranks_make_the_pixels_of_one(models: Models, served: DiffGenerator) -> None:
-    cases = [_case("pixart", n=2), _case("pixart", seed=30, num_inference_steps=6)]
-    with parity.serve(models("pixart").folder, num_gpus=2) as generator:
-        handles = [generator.submit(**case) for case in cases]
-        for case, handle in zip(cases, handles, strict=True):
-            assert level_difference(handle.result(60).pixels, served.generate(**case).pixels) == 0
-        cancelled = generator.submit(**_case("pixart", num_inference_steps=500))
-        next(event for event in cancelled.events() if isinstance(event, Progress))
-        cancelled.cancel()
-        again = generator.generate(**cases[0]).pixels
-        assert level_difference(again, served.generate(**cases[0]).pixels) == 0
+def test_layouts_are_refused(models: Models) -> None:
+    """A call of diffusers' own cannot be shared out."""
+    folder = models("pixart").folder
+    for asked in ({}, {"ulysses_degree": 2}, {"enable_cfg_parallel": True}):
+        run = RunArgs(num_gpus=2, **asked)
+        index = read_index(folder, None)
+        with pytest.raises(InvalidRequest, match="diffusers' own"):
+            choose_dims(run, FallbackPipeline.abilities(index), index.pipeline_class)

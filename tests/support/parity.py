@@ -18,6 +18,7 @@ from oracle import THREADS, Oracle, Reference, level_difference, relative_differ
 
 from diffgen import DiffGenerator
 from diffgen.args import ModelArgs
+from diffgen.distributed.layout import Layout
 from diffgen.errors import InvalidRequest
 from diffgen.params import Limits, parse_params, resolve
 from diffgen.request import Req, Update
@@ -82,10 +83,12 @@ class Local:
     executor: ParallelExecutor
 
     @classmethod
-    def load(cls, folder: Path, dtype: Any = "float32", **options: Any) -> Local:
+    def load(cls, folder: Path, dtype: Any = "float32", layout: Layout | None = None, **options: Any) -> Local:
+        """With a ``layout``, as one of its ranks."""
         device = torch.device("cpu")
         model = ModelArgs(model_path=str(folder), dtype=dtype, **options)
-        return cls(folder, load_pipeline(folder, model, device), ParallelExecutor(device))
+        arrange = None if layout is None else lambda abilities, name: layout
+        return cls(folder, load_pipeline(folder, model, device, arrange), ParallelExecutor(device, layout))
 
     @property
     def denoise(self) -> Any:

@@ -1,0 +1,55 @@
+"""Layout: a replica's dims with the groups of this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from diffgen.distributed.axis import AxisGroup
+from diffgen.distributed.dims import ParallelDims
+from diffgen.distributed.groups import NEVER, RankInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How this rank takes part. ``sequence`` has the ranks of ``ulysses`` and ``ring``, ulysses fastest."""
+
+    dims: ParallelDims = dataclasses.field(default_factory=ParallelDims)
+    tp: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+    ulysses: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+    ring: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+    sequence: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+    cfg: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+    decode: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+
+    def groups(self) -> dict[str, AxisGroup]:
+        fields = dataclasses.fields(self)
+        return {field.name: group for field in fields if isinstance(group := getattr(self, field.name), AxisGroup)}
+
+
+def make_layout(dims: ParallelDims, info: RankInfo, device: torch.device, parallel_decode: bool = True) -> Layout:
+    """The groups of every axis, each of which runs one collective, so that a fault shows at start.
+
+    Every rank makes all groups, also those it is not in, in one order. They are apart from ``Control``.
+    """
+    axes = {"tp": ["tp"], "ulysses": ["ulysses"], "ring": ["ring"], "sequence": ["ulysses", "ring"], "cfg": ["cfg"]}
+    if parallel_decode:
+        axes["decode"] = ["tp", "ulysses", "ring", "cfg"]
+    found: dict[str, AxisGroup] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name, along in axes.items():
+        for ranks in dims.groups(along):
+            if len(ranks) == 1:
+                continue
+            if tuple(ranks) not in made:
+                made[tuple(ranks)] = dist.new_group(ranks, timeout=NEVER)
+            if info.rank in ranks:
+                found[name] = AxisGroup(ranks.index(info.rank), len(ranks), made[tuple(ranks)])
+    layout = Layout(dims, **found)
+    for group in layout.groups().values():
+        if group.size > 1:
+            group.all_reduce(torch.ones(1, device=device))
+            group.sent = group.calls = 0
+    return layout

@@ -1,0 +1,175 @@
+"""Tensor parallelism: each rank reads its slices of the weights, and one hook a layer puts the results together.
+
+Layers stay plain modules with plain tensors: a column-wise layer computes its share of the outputs, a row-wise one its
+part of every output, which the ranks then add.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors import safe_open
+
+from diffgen.distributed.axis import AxisGroup
+from diffgen.errors import ModelError
+
+Style = Literal["colwise", "rowwise", "packed_rowwise", "norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlan:
+    """How one class of models is cut. Keys are names of modules, in which ``*`` stands for a number.
+
+    Attributes:
+        styles: "colwise": a linear layer's outputs, or an embedding's columns; "rowwise": its inputs; "packed_rowwise":
+            its inputs, which are the outputs of several column-wise layers side by side; "norm": a root mean square
+            over all heads.
+        heads: attributes that count heads or what grows with them, and are divided as well.
+    """
+
+    styles: Mapping[str, Style]
+    heads: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+def class_plan(kind: type[torch.nn.Module]) -> TensorPlan | None:
+    """The plan that a class of diffusers has itself; None where it has none."""
+    styles = getattr(kind, "_tp_plan", None)
+    if not styles:
+        return None
+    # What is no text there is a style object for packed inputs.
+    texts: dict[str, Style] = {
+        name: style if style in ("colwise", "rowwise") else "packed_rowwise" for name, style in styles.items()
+    }
+    return TensorPlan(texts)
+
+
+def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan: TensorPlan, group: AxisGroup) -> None:
+    """Fill a model on the device "meta" with this rank's slices of the weights in ``folder``, in its own dtypes.
+
+    Only the slices are read into memory. Raises :class:`ModelError` naming a width that does not divide.
+    """
+    styles = _by_module(model, plan.styles)
+    missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    for name, stored in _stored(folder, variant):
+        if name not in missing:
+            continue  # of another head of the model, as its class's own loading ignores it
+        missing.discard(name)
+        owner, _, kind = name.rpartition(".")
+        module, style = model.get_submodule(owner), styles.get(owner)
+        old = module._parameters[kind]
+        assert old is not None
+        if tuple(stored.get_shape()) != shapes[name]:
+            rule = f"{name} has the shape {stored.get_shape()}, not {shapes[name]}"
+            raise ModelError(f"cannot load {folder}: {rule}", code="model_incomplete")
+        if kind == "bias" and style in ("rowwise", "packed_rowwise") and group.rank > 0:
+            module.register_parameter("bias", None)  # it is added once
+            continue
+        values = _slice(name, stored, style, kind, module, group).to(old.dtype)
+        module._parameters[kind] = torch.nn.Parameter(values, requires_grad=False)
+    if isinstance(model, transformers.PreTrainedModel):
+        model.tie_weights()
+    left = sorted(name for name, each in model.named_parameters() if each.is_meta)
+    if left:
+        raise ModelError(f"the weights in {folder} lack {', '.join(left[:5])}", code="model_incomplete")
+    for pattern, attributes in plan.heads.items():
+        for name in _names(model, pattern):
+            module = model.get_submodule(name)
+            for attribute in attributes:
+                value = getattr(module, attribute)
+                setattr(module, attribute, _share(f"{name}.{attribute}", value, group))
+    _connect(model, styles, group)
+
+
+def _stored(folder: Path, variant: str | None) -> Iterator[tuple[str, Any]]:
+    """Names of the stored tensors, each with a view that can be sliced before it is read."""
+    infix = f".{variant}" if variant else ""
+    index = next(iter(sorted(folder.glob(f"*.safetensors.index{infix}.json"))), None)
+    if index is not None:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = [
+            path.name
+            for path in sorted(folder.glob(f"*{infix}.safetensors"))
+            if path.name.count(".") == 1 + bool(variant)
+        ]
+    for file in files:
+        with safe_open(folder / file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                yield name, stored.get_slice(name)
+
+
+def _slice(
+    name: str, stored: Any, style: Style | None, kind: str, module: torch.nn.Module, group: AxisGroup
+) -> torch.Tensor:
+    def part(size: int) -> slice:
+        width = _share(name, size, group)
+        return slice(group.rank * width, (group.rank + 1) * width)
+
+    shape = stored.get_shape()
+    if style is None or (style in ("rowwise", "packed_rowwise") and kind == "bias"):
+        return stored[:] if shape else stored[...]  # type: ignore[no-any-return]
+    if style == "rowwise" or isinstance(module, torch.nn.Embedding):
+        return stored[:, part(shape[1])]  # type: ignore[no-any-return]
+    if style == "packed_rowwise":
+        # The attention's output, as wide as the layer's own, before what else there is.
+        widths = [shape[0], shape[1] - shape[0]]
+        cuts, start = [], 0
+        for width in widths:
+            own = part(width)
+            cuts.append(stored[:, start + own.start : start + own.stop])
+            start += width
+        return torch.cat(cuts, dim=1)
+    return stored[part(shape[0])]  # type: ignore[no-any-return]
+
+
+def _share(name: str, size: int, group: AxisGroup) -> int:
+    if size % group.size:
+        legal = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        rule = f"{name} is {size} wide, which does not divide by tp_size {group.size}"
+        raise ModelError(f"{rule}; legal: {legal}", code="unsupported_layout")
+    return size // group.size
+
+
+def _by_module(model: torch.nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    return {name: style for pattern, style in styles.items() for name in _names(model, pattern)}
+
+
+def _names(model: torch.nn.Module, pattern: str) -> list[str]:
+    parts = pattern.count(".")
+    names = (name for name, _ in model.named_modules() if name.count(".") == parts)
+    return fnmatch.filter(names, pattern)
+
+
+def _connect(model: torch.nn.Module, styles: Mapping[str, Style], group: AxisGroup) -> None:
+    """What the ranks exchange: a sum behind each row-wise layer, and of squares inside each norm over all heads."""
+    for name, style in styles.items():
+        module: Any = model.get_submodule(name)
+        if style in ("rowwise", "packed_rowwise"):
+            module.register_forward_hook(lambda module, args, output: group.all_reduce(output))
+        elif style == "norm":
+            module.forward = _NormOverRanks(module, group)
+        if isinstance(module, torch.nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+class _NormOverRanks:
+    """``torch.nn.RMSNorm`` of a vector that lies on several ranks."""
+
+    def __init__(self, module: torch.nn.RMSNorm, group: AxisGroup) -> None:
+        self._module, self._group = module, group
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        exact, module = values.float(), self._module
+        squares = self._group.all_reduce(exact.pow(2).sum(-1, keepdim=True))
+        eps = torch.finfo(values.dtype).eps if module.eps is None else module.eps
+        normed = exact * torch.rsqrt(squares / (values.shape[-1] * self._group.size) + eps)
+        assert module.weight is not None
+        return normed.to(values.dtype) * module.weight

@@ -1,0 +1,26 @@
+"""What image families share: a decode by the image, or by as many images as there are ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from diffgen.request import Req
+from pipelines.base import ComposedPipelineBase
+from pipelines.parallel import splits_decode
+
+
+class ImagePipelineBase(ComposedPipelineBase):
+    """A family whose decode takes images one by one."""
+
+    @property
+    def images_a_unit(self) -> int:
+        """Of a request's images, how many are decoded in one unit: one, or one a rank."""
+        return self.layout.decode.size if splits_decode(self.pipe, self.layout) else 1
+
+    def decode_units(self, req: Req) -> int:
+        return -(-req.outputs // self.images_a_unit)
+
+    def unit_latents(self, req: Req) -> torch.Tensor:
+        """The latents (images, ...) of the images that unit ``req.unit`` decodes."""
+        assert req.latents is not None
+        return req.latents[req.unit * self.images_a_unit :][: self.images_a_unit]

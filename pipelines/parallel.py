@@ -1,0 +1,99 @@
+"""How a family's models are split over ranks: from outside, into models that know nothing of it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+
+from diffgen.distributed.attention import UnifiedAttention
+from diffgen.distributed.decode import split_decode, why_not_decode
+from diffgen.distributed.dims import Abilities
+from diffgen.distributed.layout import Layout
+from diffgen.distributed.sequence import split_tokens, why_not_sequence
+from diffgen.distributed.tensor import TensorPlan, class_plan
+from diffgen.loading.index import ModelIndex
+
+logger = logging.getLogger(__name__)
+
+DENOISERS = ("transformer", "transformer_2")
+_T5_HEADS = {"encoder.block.*.layer.0.SelfAttention": ("n_heads", "inner_dim")}
+_T5 = TensorPlan(
+    {
+        "encoder.block.*.layer.0.SelfAttention.q": "colwise",
+        "encoder.block.*.layer.0.SelfAttention.k": "colwise",
+        "encoder.block.*.layer.0.SelfAttention.v": "colwise",
+        "encoder.block.*.layer.0.SelfAttention.o": "rowwise",
+        # A column a head; T5 has it in its first layer, UMT5 in every one.
+        "encoder.block.*.layer.0.SelfAttention.relative_attention_bias": "colwise",
+        "encoder.block.*.layer.1.DenseReluDense.wi": "colwise",
+        "encoder.block.*.layer.1.DenseReluDense.wi_0": "colwise",
+        "encoder.block.*.layer.1.DenseReluDense.wi_1": "colwise",
+        "encoder.block.*.layer.1.DenseReluDense.wo": "rowwise",
+    },
+    heads=_T5_HEADS,
+)
+#: Of text encoders, by class. Others are whole on every rank.
+ENCODER_PLANS = {"T5EncoderModel": _T5, "UMT5EncoderModel": _T5}
+
+
+def denoiser_abilities(index: ModelIndex, plans: Mapping[str, TensorPlan], guided: bool) -> Abilities:
+    """What a denoiser's class and configuration allow."""
+    name = next((each for each in DENOISERS if index.components.get(each)), None)
+    if name is None:
+        reason = "its denoiser is a UNet, whose convolutions see a picture and no tokens"
+        return Abilities(tensor=reason, sequence=reason, guided=guided)
+    kind = _class_of(index, name)
+    why_not_tensor = "" if name in plans or class_plan(kind) else f"there is no plan for slicing a {kind.__name__}"
+    heads = _setting(index, name, kind, "num_attention_heads")
+    return Abilities(heads, why_not_tensor, why_not_sequence(kind) if heads else "it has no heads", "", guided)
+
+
+def sliced_components(index: ModelIndex, plans: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
+    """The components of which a rank of a tensor-parallel layout reads slices."""
+    found = {}
+    for name, kind in index.components.items():
+        plan = plans.get(name)
+        if plan is None and kind is not None:
+            plan = class_plan(_class_of(index, name)) if name in DENOISERS else ENCODER_PLANS.get(kind[1])
+        if kind is not None and plan is not None:
+            found[name] = plan
+    return found
+
+
+def split_models(pipe: Any, layout: Layout) -> None:
+    """Put what a layout needs inside forwards into the loaded models: hooks around tokens and a decode's rows."""
+    if layout.sequence.size > 1:
+        attention = UnifiedAttention(layout.ulysses, layout.ring)
+        for name in DENOISERS:
+            if getattr(pipe, name, None) is not None:
+                split_tokens(getattr(pipe, name), layout.sequence, attention)
+    vae = getattr(pipe, "vae", None)
+    if layout.decode.size > 1 and vae is not None:
+        reason = why_not_decode(vae)
+        if reason:
+            logger.info("every rank decodes the whole: %s", reason)
+        else:
+            split_decode(vae, layout.decode)
+
+
+def splits_decode(pipe: Any, layout: Layout) -> bool:
+    """Whether :func:`split_models` has split the decode."""
+    return layout.decode.size > 1 and not why_not_decode(getattr(pipe, "vae", None))
+
+
+def _class_of(index: ModelIndex, name: str) -> Any:
+    kind = index.components[name]
+    assert kind is not None
+    return getattr(diffusers, kind[1])
+
+
+def _setting(index: ModelIndex, name: str, kind: Any, setting: str) -> int:
+    config = json.loads((index.folder / name / "config.json").read_text(encoding="utf-8"))
+    default = inspect.signature(kind.__init__).parameters.get(setting)
+    value = config.get(setting, None if default is None else default.default)
+    return value if isinstance(value, int) else 0

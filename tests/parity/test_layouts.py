@@ -1,0 +1,233 @@
+"""Every layout of several ranks against one rank: same weights and requests, float32 on gloo.
+
+Each layout is one process group for all of its families, and must also have done what it says: forwards, parameters and
+bytes of each rank are those of its formula.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import Launcher, Made, Mix, Rank, parameters, run_mix
+from oracle import level_difference, relative_difference
+from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, PICTURE, Case, Local
+from tiny_flux import CHANNELS as FLUX_CHANNELS
+from tiny_flux import make_tiny_flux
+from tiny_hunyuan import make_tiny_hunyuan
+from tiny_models import make_tiny_wan, make_tiny_wan22_5b
+from tiny_qwen import make_tiny_qwen_image
+from tiny_sd import make_tiny_sd, make_tiny_sdxl
+
+from diffgen.distributed.axis import pieces
+from diffgen.distributed.dims import ParallelDims
+
+pytestmark = pytest.mark.slow
+
+# 15 tokens, which no number of ranks here divides.
+ODD: dict[str, Any] = PICTURE | {"width": 80, "height": 48, "num_inference_steps": 2}
+CFG: dict[str, Any] = {"true_cfg_scale": 3.0, "negative_prompt": "a blurry dark photo of a very small dog"}
+UNGUIDED = {"guidance_scale": 1.0, "n": 3, "seed": 3, "prompt": "a dog"}
+CLIP = {"num_frames": 5, "width": 64}
+STEPS = {"num_inference_steps": 3}
+
+#: Requests by name: alone, and at different steps in one forward.
+MIXES: dict[str, dict[str, Mix]] = {
+    "wan": {
+        "guided": [(ODD, 0)],
+        "3 tokens": [(ODD | {"width": 48, "height": 16}, 0)],
+        "mixed clips": [(ODD | CLIP | STEPS, 1), (ODD | CLIP | UNGUIDED, 0)],
+    },
+    "wan-5b": {"guided clip": [(ODD | {"width": 160, "height": 96, "num_frames": 5}, 0)]},
+    # Texts of 7 tokens.
+    "flux": {
+        "7 text tokens": [(ODD | {"max_sequence_length": 7}, 0)],
+        "mixed": [(ODD | CFG | STEPS, 1), (ODD | {"n": 2, "seed": 3}, 0)],
+    },
+    "qwen-image": {
+        "texts of two lengths": [(ODD | CFG, 0)],
+        "mixed": [(ODD | CFG | STEPS, 1), (ODD | {"n": 2, "seed": 3}, 0)],
+    },
+    "hunyuan-video": {"guided": [(ODD | CFG, 0)]},
+    "stable-diffusion": {"mixed": [(ODD | STEPS, 1), (ODD | UNGUIDED, 0)]},
+    "stable-diffusion-xl": {"guided": [(ODD, 0)]},
+}
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "wan": make_tiny_wan,
+    "wan-5b": make_tiny_wan22_5b,
+    "flux": make_tiny_flux,
+    "qwen-image": make_tiny_qwen_image,
+    "hunyuan-video": make_tiny_hunyuan,
+    "stable-diffusion": make_tiny_sd,
+    "stable-diffusion-xl": make_tiny_sdxl,
+}
+#: Dims, whether the decode is shared out, families.
+LAYOUTS: dict[str, tuple[ParallelDims, bool, tuple[str, ...]]] = {
+    "tp 2": (ParallelDims(tp=2), False, ("wan", "wan-5b", "flux", "qwen-image", "hunyuan-video")),
+    "ulysses 2": (ParallelDims(ulysses=2), False, ("wan", "wan-5b", "flux", "qwen-image")),
+    "ring 2": (ParallelDims(ring=2), False, ("wan", "wan-5b", "flux", "qwen-image")),
+    "cfg 2, decode 2": (ParallelDims(cfg=2), True, tuple(MODELS)),
+    "tp 2 x cfg 2, decode 4": (ParallelDims(tp=2, cfg=2), True, ("wan", "flux")),
+    "ulysses 2 x ring 2": (ParallelDims(ulysses=2, ring=2), False, ("wan", "flux")),
+}
+PAIRS = [(layout, family) for layout, (_, _, families) in LAYOUTS.items() for family in families]
+
+
+class Bench:
+    """What one rank and each layout make; each is computed once."""
+
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        self._launcher, self._folder = launcher, folder
+        self.alone = functools.cache(self._alone)
+        self.local = functools.cache(self._local)
+        self.ranks = functools.cache(self._ranks)
+
+    def _model(self, family: str) -> Path:
+        folder = self._folder / f"layouts-{family}"
+        return folder if folder.exists() else MODELS[family](folder)
+
+    def _local(self, family: str) -> Local:
+        return Local.load(self._model(family))
+
+    def _alone(self, family: str, mix: str) -> Made:
+        return run_mix(self.local(family), MIXES[family][mix])
+
+    def _ranks(self, layout: str) -> list[dict[str, Rank]]:
+        dims, parallel_decode, families = LAYOUTS[layout]
+        work = {family: (self._model(family), MIXES[family]) for family in families}
+        return self._launcher.run(dims, work, parallel_decode=parallel_decode)
+
+
+@pytest.fixture(scope="module")
+def bench(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    launcher = Launcher(tmp_path_factory.mktemp("layouts"))
+    try:
+        yield Bench(launcher, model_folder)
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize(("layout", "family"), PAIRS)
+def test_a_layout_makes_the_pixels_of_one_rank(bench: Bench, layout: str, family: str) -> None:
+    for mix in MIXES[family]:
+        alone = bench.alone(family, mix)
+        for rank in bench.ranks(layout):
+            made = rank[family].mixes[mix]
+            for pixels, expected in zip(made.pixels, alone.pixels, strict=True):
+                assert level_difference(pixels, expected) <= MAX_LEVELS
+            for latents, expected in zip(made.latents, alone.latents, strict=True):
+                assert relative_difference(latents, expected) <= MAX_RELATIVE
+
+
+@pytest.mark.parametrize(("layout", "family"), PAIRS)
+def test_every_rank_computes_its_share(bench: Bench, layout: str, family: str) -> None:
+    """Rows of forwards, and that the others' parts came over the groups of the layout and over no others."""
+    dims, parallel_decode, _ = LAYOUTS[layout]
+    for mix in MIXES[family]:
+        alone, ranks = bench.alone(family, mix), [rank[family].mixes[mix] for rank in bench.ranks(layout)]
+        for index, made in enumerate(ranks):
+            if dims.cfg == 1:
+                assert made.rows == alone.rows
+            used = {name for name, sent in made.sent.items() if sent}
+            axes = {name for name in ("tp", "ulysses", "ring", "cfg") if getattr(dims, name) > 1}
+            assert used - {"sequence"} <= axes
+            assert used >= axes or not made.rows or not _has_tokens(dims, index, family, mix)
+            # HunyuanVideo's VAE is not split, and two rows are not split over four ranks.
+            split = parallel_decode and family != "hunyuan-video" and (mix != "3 tokens" or dims.world == 2)
+            assert (made.sent_decoding["decode"] > 0) == split
+        groups = ranks[:: dims.world // dims.cfg]
+        assert sum(sum(made.rows) for made in groups) == sum(alone.rows)
+        steps = len(alone.rows)
+        assert max(sum(made.rows) for made in groups) <= sum(alone.rows) / dims.cfg + steps
+
+
+def _has_tokens(dims: ParallelDims, index: int, family: str, mix: str) -> bool:
+    return mix != "3 tokens" or index % dims.world < 3
+
+
+LAYERS, WIDTH, FFN, TEXT = 2, 64, 128, 16  # of the tiny Wan
+
+
+def test_parameters_of_tensor_parallel_ranks(bench: Bench) -> None:
+    """Half of each sliced weight; biases of row-wise layers are on the first rank alone."""
+    whole = parameters(bench.local("wan"))
+    attention = 3 * (WIDTH * WIDTH + WIDTH) + WIDTH * WIDTH + 2 * WIDTH
+    sliced = LAYERS * (2 * attention + WIDTH * FFN + FFN + FFN * WIDTH)
+    biases = LAYERS * 3 * WIDTH
+    found = [rank["wan"].parameters for rank in bench.ranks("tp 2")]
+    assert [each["transformer"] for each in found] == [
+        whole["transformer"] - sliced // 2,
+        whole["transformer"] - sliced // 2 - biases,
+    ]
+    # UMT5 with 2 layers of 4 heads of 8, 32 wide, 64 in between, and 32 buckets of positions.
+    encoder = 2 * (4 * 32 * 32 + 32 * 4 + 3 * 32 * 64)
+    assert [each["text_encoder"] for each in found] == [whole["text_encoder"] - encoder // 2] * 2
+    for family in ("flux", "qwen-image", "hunyuan-video"):
+        whole = parameters(bench.local(family))
+        first, second = (rank[family].parameters["transformer"] for rank in bench.ranks("tp 2"))
+        assert second < first < 0.85 * whole["transformer"]
+
+
+def test_bytes_of_a_step(bench: Bench) -> None:
+    """Two guided steps of Wan on 15 tokens: four bytes a number, two rows, for each rank and axis."""
+    rows, tokens, steps, four, outputs = 2, 15, 2, 4, 8 * 4
+    mine = pieces(tokens, 2)
+
+    def sent(layout: str, axis: str) -> list[int]:
+        return [rank["wan"].mixes["guided"].sent[axis] for rank in bench.ranks(layout)]
+
+    # A sum of each row-wise layer's outputs, and of squares for three norms of tokens and one of texts.
+    sums = 3 * tokens * WIDTH + 3 * tokens + TEXT
+    assert sent("tp 2", "tp") == [steps * LAYERS * rows * sums * four] * 2
+    # Queries, keys and values of half the heads for the other's tokens, and its outputs back.
+    assert sent("ulysses 2", "ulysses") == [
+        steps * LAYERS * rows * (3 * own + tokens - own) * WIDTH // 2 * four for own in mine
+    ]
+    assert sent("ring 2", "ring") == [steps * LAYERS * rows * 2 * own * WIDTH * four for own in mine]
+    for layout in ("ulysses 2", "ring 2"):
+        assert sent(layout, "sequence") == [steps * rows * own * outputs * four for own in mine]
+    # The prediction of one row, and a code of eight bytes.
+    assert sent("cfg 2, decode 2", "cfg") == [steps * (tokens * outputs * four + 8)] * 2
+
+
+def test_bytes_of_a_step_of_joint_attention(bench: Bench) -> None:
+    """FLUX.1: text and picture are split each by itself, and meet in every layer's attention."""
+    steps, layers, four = 2, 4, 4
+    text, picture = pieces(7, 2), pieces(15, 2)
+    for layout, axis in (("ulysses 2", "ulysses"), ("ring 2", "ring")):
+        for index, rank in enumerate(bench.ranks(layout)):
+            own = text[index] + picture[index]
+            numbers = (3 * own + 22 - own) * WIDTH // 2 if axis == "ulysses" else 2 * own * WIDTH
+            sent = rank["flux"].mixes["7 text tokens"].sent
+            assert sent[axis] == steps * layers * numbers * four
+            assert sent["sequence"] == steps * picture[index] * 4 * FLUX_CHANNELS * four
+
+
+@pytest.mark.parametrize("family", ["wan", "flux", "qwen-image", "hunyuan-video", "stable-diffusion"])
+def test_what_a_wrong_layout_would_do_moves_the_picture(bench: Bench, family: str) -> None:
+    """Branches swapped, a token in the place of another, other guidance: by three levels or more."""
+    local = bench.local(family)
+    name = local.pipeline.spec.guidance
+    case: Case = ODD | (CFG if local.pipeline.spec.guidance_needs_negative else {"negative_prompt": "a dark photo"})
+    pixels = local.pixels(case)[0]
+    swapped = {"prompt": case["negative_prompt"], "negative_prompt": case["prompt"]}
+    for change in (swapped, {name: 5.5}):
+        assert level_difference(local.pixels({**case, **change})[0], pixels) >= MIN_MOVE
+    hook = local.denoiser.register_forward_hook(_misplace_a_token)
+    try:
+        assert level_difference(local.pixels(case)[0], pixels) >= MIN_MOVE
+    finally:
+        hook.remove()
+
+
+def _misplace_a_token(module: Any, args: Any, output: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    values = output[0].clone()
+    if values.dim() == 3:
+        values[:, -1] = values[:, 0]
+    else:
+        values[..., -2:, -2:] = values[..., :2, :2]
+    return (values,)

@@ -1,0 +1,189 @@
+"""Layouts of several ranks: one process each, which run requests of tiny models and report what they made and did.
+
+Run as a script, this file is the process that forks them: it reads a job a line, as JSON, and answers with exit codes;
+each rank writes a ``.npz`` and a ``.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parity import Case, Local, forwards
+
+from diffgen.args import RunArgs
+from diffgen.distributed.dims import ParallelDims
+from diffgen.distributed.groups import RankInfo, join
+from diffgen.distributed.layout import make_layout
+from diffgen.loading.device import choose_device
+
+_PATIENCE_S = 150
+
+#: Requests that share forwards, each with the steps it has done when they meet.
+Mix = Sequence[tuple[Case, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What one rank made of one mix and did for it.
+
+    ``rows`` has the rows of each of its forwards, ``sent`` the bytes by group while it denoised and ``sent_decoding``
+    afterwards.
+    """
+
+    pixels: list[Any]
+    latents: list[Any]
+    rows: list[int]
+    sent: dict[str, int]
+    sent_decoding: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """One rank's report on a family: ``parameters`` of its denoiser and text encoders, and its mixes by name."""
+
+    parameters: dict[str, int]
+    mixes: dict[str, Made]
+
+
+def run_mix(local: Local, mix: Mix) -> Made:
+    """Denoise requests together as long as they have steps, then finish each by itself."""
+    reqs = [local.at_step(case, step) for case, step in mix]
+    groups = local.executor.layout.groups()
+    before = {name: group.sent for name, group in groups.items()}
+    with forwards(local.denoiser) as seen:
+        running = list(reqs)
+        while running:
+            local.unit(running)
+            running = [req for req in running if local.pipeline.stages[req.stage] is local.denoise]
+    between = {name: group.sent for name, group in groups.items()}
+    finished = [local.finish(req) for req in reqs]
+    return Made(
+        [pixels for pixels, _ in finished],
+        [latents for _, latents in finished],
+        [len(timesteps) for timesteps in seen],
+        {name: between[name] - before[name] for name in groups},
+        {name: group.sent - between[name] for name, group in groups.items()},
+    )
+
+
+def parameters(local: Local) -> dict[str, int]:
+    pipe = local.pipeline.pipe
+    models = {name: getattr(pipe, name, None) for name in ("transformer", "unet", "text_encoder", "text_encoder_2")}
+    return {
+        name: sum(each.numel() for each in model.parameters()) for name, model in models.items() if model is not None
+    }
+
+
+class Launcher:
+    """A process that has imported everything and forks the ranks of one layout after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._count = 0
+
+    def run(
+        self, dims: ParallelDims, work: Mapping[str, tuple[Path, Mapping[str, Mix]]], *, parallel_decode: bool
+    ) -> list[dict[str, Rank]]:
+        """Every rank's reports by family. ``work`` has a model and mixes by family."""
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        families = {name: (str(model), dict(mixes)) for name, (model, mixes) in work.items()}
+        job = {"dims": dataclasses.asdict(dims), "families": families, "decode": parallel_decode}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({**job, "folder": str(folder)}) + "\n")
+        self._process.stdin.flush()
+        codes = json.loads(self._process.stdout.readline() or "null")
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        assert codes == [0] * dims.world, "\n".join(errors) or codes
+        return [_read(folder, rank, families) for rank in range(dims.world)]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+
+def _read(folder: Path, rank: int, families: Mapping[str, Any]) -> dict[str, Rank]:
+    report = json.loads((folder / f"{rank}.json").read_text())
+    arrays = np.load(folder / f"{rank}.npz")
+
+    def made(family: str, mix: str, count: int) -> Made:
+        found = {
+            kind: [arrays[f"{family}/{mix}/{kind}/{index}"] for index in range(count)] for kind in ("pixels", "latents")
+        }
+        return Made(**found, **report[family]["mixes"][mix])
+
+    return {
+        family: Rank(report[family]["parameters"], {name: made(family, name, len(mix)) for name, mix in mixes.items()})
+        for family, (_, mixes) in families.items()
+    }
+
+
+def _fork(job: dict[str, Any], rank: int) -> int:
+    """The process id of a rank that runs the job and ends."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.alarm(_PATIENCE_S)
+        _rank(job, rank)
+        os._exit(0)
+    except BaseException:
+        Path(job["folder"], f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def _rank(job: dict[str, Any], rank: int) -> None:
+    dims, folder = ParallelDims(**job["dims"]), Path(job["folder"])
+    info = RankInfo(rank, dims.world)
+    device = choose_device(RunArgs(device="cpu", threads=1), info)
+    join(info, folder / "rendezvous", device)
+    layout = make_layout(dims, info, device, job["decode"])
+    arrays: dict[str, Any] = {}
+    report: dict[str, Any] = {}
+    for family, (model, mixes) in job["families"].items():
+        local = Local.load(Path(model), layout=layout)
+        report[family] = {"parameters": parameters(local), "mixes": {}}
+        for name, mix in mixes.items():
+            made = run_mix(local, mix)
+            for kind in ("pixels", "latents"):
+                arrays |= {f"{family}/{name}/{kind}/{i}": each for i, each in enumerate(getattr(made, kind))}
+            facts = dataclasses.asdict(dataclasses.replace(made, pixels=[], latents=[]))
+            report[family]["mixes"][name] = {key: facts[key] for key in ("rows", "sent", "sent_decoding")}
+    np.savez(folder / f"{rank}.npz", **arrays)
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+
+
+def _main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = [_fork(job, rank) for rank in range(ParallelDims(**job["dims"]).world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,98 @@
+"""The rules of layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffgen.args import RunArgs, ServerArgs, check_args
+from diffgen.distributed.dims import AXES, Abilities, ParallelDims, choose_dims
+from diffgen.errors import InvalidRequest
+
+DIT = Abilities(heads=12, guided=True)
+UNET = Abilities(tensor="it is a UNet", sequence="it is a UNet", guided=True)
+MASKED = Abilities(heads=24, sequence="it has a mask")
+WHOLE = Abilities(tensor="it is whole", sequence="it is whole", rows="it is whole")
+DEGREES = st.integers(1, 4)
+
+
+def chosen(model: Abilities = DIT, **run: Any) -> ParallelDims:
+    check_args(ServerArgs(run=RunArgs(**run)))
+    return choose_dims(RunArgs(**run), model, "Model")[0]
+
+
+@given(DEGREES, DEGREES, DEGREES, DEGREES)
+def test_every_rank_is_in_one_group_of_each_axis(tp: int, ulysses: int, ring: int, cfg: int) -> None:
+    dims = ParallelDims(tp, ulysses, ring, cfg)
+    for axes in (["tp"], ["ulysses"], ["ring"], ["cfg"], ["ulysses", "ring"], list(AXES)):
+        groups = dims.groups(axes)
+        assert sorted(rank for group in groups for rank in group) == list(range(dims.world))
+        size = 1
+        for axis in axes:
+            size *= getattr(dims, axis)
+        assert all(len(group) == size and group == sorted(group) for group in groups)
+    strides = {group[1] - group[0] for group in dims.groups(["cfg"]) if cfg > 1}
+    assert strides <= {tp * ulysses * ring}
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "dims"),
+    [
+        (DIT, {}, ParallelDims()),
+        (DIT, {"num_gpus": 2}, ParallelDims(cfg=2)),
+        (DIT, {"num_gpus": 3}, ParallelDims(ulysses=3)),
+        (DIT, {"num_gpus": 8}, ParallelDims(ulysses=4, cfg=2)),
+        (DIT, {"num_gpus": 16}, ParallelDims(ulysses=4, ring=2, cfg=2)),
+        (DIT, {"num_gpus": 5}, ParallelDims(ring=5)),
+        (UNET, {"num_gpus": 2}, ParallelDims(cfg=2)),
+        (MASKED, {"num_gpus": 4}, ParallelDims(tp=4)),
+        (DIT, {"num_gpus": 8, "sp_degree": 8}, ParallelDims(ulysses=4, ring=2)),
+        (DIT, {"num_gpus": 8, "sp_degree": 8, "ring_degree": 4}, ParallelDims(ulysses=2, ring=4)),
+        (DIT, {"num_gpus": 8, "sp_degree": 8, "ulysses_degree": 2}, ParallelDims(ulysses=2, ring=4)),
+        (DIT, {"num_gpus": 4, "ulysses_degree": 2, "enable_cfg_parallel": True}, ParallelDims(ulysses=2, cfg=2)),
+        (DIT, {"num_gpus": 6, "tp_size": 2, "cfg_degree": 3}, ParallelDims(tp=2, cfg=3)),
+        (UNET, {"num_gpus": 3, "cfg_degree": 3}, ParallelDims(cfg=3)),
+    ],
+)
+def test_layouts(model: Abilities, run: dict[str, Any], dims: ParallelDims) -> None:
+    assert chosen(model, **run) == dims
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "param", "words"),
+    [
+        (
+            DIT,
+            {"num_gpus": 4, "ulysses_degree": 2},
+            "num_gpus",
+            ["ulysses_degree 2 = 2", "num_gpus is 4", "use num_gpus 2"],
+        ),
+        (DIT, {"tp_size": 2, "ring_degree": 3}, "num_gpus", ["tp_size 2 x ring_degree 3 = 6", "num_gpus 6"]),
+        (DIT, {"num_gpus": 5, "ulysses_degree": 5}, "ulysses_degree", ["12", "5", "1, 2, 3, 4, 6, 12"]),
+        (DIT, {"num_gpus": 8, "tp_size": 8}, "tp_size", ["12", "tp_size 8", "1, 2, 3, 4, 6, 12"]),
+        (DIT, {"num_gpus": 8, "tp_size": 4, "ulysses_degree": 2}, "ulysses_degree", ["12", "4 x ulysses_degree 2 = 8"]),
+        (DIT, {"num_gpus": 4, "sp_degree": 4, "ring_degree": 3}, "sp_degree", ["sp_degree 4", "ring_degree 3"]),
+        (DIT, {"num_gpus": 3, "cfg_degree": 3, "enable_cfg_parallel": True}, "cfg_degree", ["3", "2"]),
+        (UNET, {"num_gpus": 4}, "num_gpus", ["4 ranks", "UNet", "num_gpus 2"]),
+        (UNET, {"num_gpus": 2, "tp_size": 2}, "tp_size", ["UNet"]),
+        (UNET, {"num_gpus": 2, "ring_degree": 2}, "ring_degree", ["UNet"]),
+        (MASKED, {"num_gpus": 2, "ulysses_degree": 2}, "ulysses_degree", ["mask"]),
+        (WHOLE, {"num_gpus": 2}, "num_gpus", ["whole", "num_gpus 1"]),
+        (WHOLE, {"num_gpus": 2, "cfg_degree": 2}, "cfg_degree", ["whole"]),
+    ],
+)
+def test_what_does_not_work_is_named(model: Abilities, run: dict[str, Any], param: str, words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chosen(model, **run)
+    assert caught.value.param == param
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_the_reason_is_told() -> None:
+    dims, why = choose_dims(RunArgs(num_gpus=8), DIT, "Wan")
+    assert str(dims) == "tp 1 x ulysses 4 x ring 1 x cfg 2"
+    assert why == "Wan is guided: two branches; tokens over 4, of 12 heads 4 parts"
