@@ -11,7 +11,7 @@ from diffgen.params import Limits, SamplingParams
 from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.forecast import Forecast
 from diffgen.scheduler.job import Job, Need
-from diffgen.scheduler.policy import in_order
+from diffgen.scheduler.policy import Policy
 
 # A request is refused for its time limit only where it is expected to take this much longer: estimates are rough.
 DOUBT = 1.5
@@ -39,11 +39,12 @@ class Admission:
         limits: Limits,
         most_running: int,
         cost: CostModel,
+        policy: Policy,
         forecast: Forecast,
         memory: Memory | None,
     ) -> None:
         self._jobs, self._limits, self._most_running = jobs, limits, most_running
-        self._cost, self._forecast, self._memory = cost, forecast, memory
+        self._cost, self._policy, self._forecast, self._memory = cost, policy, forecast, memory
         self._capacity = math.inf  # bytes that all requests together may take
 
     def check_room(self, now: float) -> None:
@@ -88,7 +89,7 @@ class Admission:
         room = self._most_running - len(running)
         waiting = [job for job in self._jobs if job.started is None]
         begun: list[Job] = []
-        for job in in_order(waiting, self._cost, now)[:room] if room > 0 else []:
+        for job in self._policy.order(waiting, now)[:room] if room > 0 else []:
             together = [*running, *begun, job]
             if len(together) > 1 and self.free(together) < max(each.need.work for each in together):
                 break  # none that is behind it passes it, or it might never fit

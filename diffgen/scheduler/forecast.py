@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.job import Job
-from diffgen.scheduler.policy import in_order
+from diffgen.scheduler.policy import Policy
 from diffgen.wire.messages import RequestStatus
 
 _FRESH_S = 0.5  # how long a forecast for all requests is good for
@@ -15,15 +15,15 @@ _FRESH_S = 0.5  # how long a forecast for all requests is good for
 class Forecast:
     """Place in the order and end of every one of ``jobs``, looked at again when it is old."""
 
-    def __init__(self, jobs: Collection[Job], cost: CostModel) -> None:
+    def __init__(self, jobs: Collection[Job], cost: CostModel, policy: Policy) -> None:
         self._jobs = jobs  # a view of those in work
-        self._cost = cost
+        self._cost, self._policy = cost, policy
         self._made = float("-inf")
         self._found: dict[str, tuple[int, float | None]] = {}
 
     def look(self, now: float) -> None:
         """Forecast anew."""
-        order = in_order(self._jobs, self._cost, now)
+        order = self._policy.order(self._jobs, now)
         ends = self._cost.ends(order)
         self._found = {job.id: (ahead, now + ends[job.id] if ends else None) for ahead, job in enumerate(order)}
         self._made = now

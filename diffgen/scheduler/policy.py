@@ -19,64 +19,75 @@ BATCH_TURN_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class BatchLimits:
-    """The most that shares a forward: outputs, their pixels of all frames, and bytes of memory to work with."""
+    """The most that shares a forward: outputs, and their pixels of all frames."""
 
     outputs: int
     pixels: int
-    work: float = math.inf
 
 
-def in_order(jobs: Iterable[Job], cost: CostModel, now: float) -> list[Job]:
-    """``jobs`` as they are served: interactive ones first, and in each class the one that seems shortest.
+class Policy:
+    """The order of requests, and who shares a unit. It knows what units take, and when a batch request last ran."""
 
-    Shortest remaining work first has the least mean waiting time, and lets a picture pass a clip at the next unit. A
-    request that has waited seems shorter, as does one that only just keeps its deadline. Before all go those whose
-    shared unit has failed, each alone, so that the others share the units after it again.
-    """
+    def __init__(self, cost: CostModel, limits: BatchLimits) -> None:
+        self._cost, self._limits = cost, limits
+        self._batch_served = -math.inf
 
-    def seems(job: Job) -> tuple[float, float]:
-        if job.alone:
-            return -1.0, job.arrived
-        work = cost.seconds_left(job) if cost.known else job.pixel_steps_left
-        aged = work * 0.5 ** ((now - job.served) / PATIENCE_S)
-        spare = job.deadline - now - work if cost.known and job.deadline is not None else -1.0
-        return min(aged, spare) if spare >= 0 else aged, job.arrived
+    def ran(self, jobs: Iterable[Job], now: float) -> None:
+        """To be told of each unit."""
+        if not all(job.interactive for job in jobs):
+            self._batch_served = now
 
-    jobs = sorted(jobs, key=seems)
-    interactive = [job for job in jobs if job.interactive]
-    batch = [job for job in jobs if not job.interactive]
-    if not batch or not interactive:
-        return jobs
-    last = max((job.served for job in batch if job.done), default=min(job.arrived for job in batch))
-    return [*batch, *interactive] if now - last >= BATCH_TURN_S else [*interactive, *batch]
+    def order(self, jobs: Iterable[Job], now: float) -> list[Job]:
+        """``jobs`` as they are served: interactive ones first, and in each class the one that seems shortest.
 
+        Shortest remaining work first has the least mean waiting time, and lets a picture pass a clip at the next unit.
+        A request that has waited seems shorter, as does one that only just keeps its deadline. Before all of its class
+        goes one whose shared unit has failed, alone, so that the others share the units after it again.
+        """
+        cost = self._cost
 
-def choose(jobs: Iterable[Job], cost: CostModel, limits: BatchLimits, now: float, explore: bool = False) -> list[Job]:
-    """The jobs of the next unit: the first in order, and those that share its forward.
+        def seems(job: Job) -> tuple[float, float]:
+            if job.alone:
+                return -1.0, job.arrived
+            work = cost.seconds_left(job) if cost.known else job.pixel_steps_left
+            aged = work * 0.5 ** ((now - job.served) / PATIENCE_S)
+            spare = job.deadline - now - work if cost.known and job.deadline is not None else -1.0
+            return min(aged, spare) if spare >= 0 else aged, job.arrived
 
-    One that would share it, but only has to be prepared for that, is prepared before. Another joins within ``limits``,
-    which the first alone may exceed, and where that is faster; with ``explore`` also where it was not: times change.
-    """
-    queue = in_order(jobs, cost, now)
-    chosen = queue[:1]
-    if not queue or queue[0].batch_key() is None:
+        jobs = sorted(jobs, key=seems)
+        interactive = [job for job in jobs if job.interactive]
+        batch = [job for job in jobs if not job.interactive]
+        if not batch or not interactive:
+            return jobs
+        last = max(self._batch_served, min(job.arrived for job in batch))
+        return [*batch, *interactive] if now - last >= BATCH_TURN_S else [*interactive, *batch]
+
+    def choose(self, jobs: Iterable[Job], now: float, work: float = math.inf, explore: bool = False) -> list[Job]:
+        """The jobs of the next unit: the first in order, and those that share its forward.
+
+        One that would share it, but only has to be prepared for that, is prepared before. Another joins within the
+        limits and ``work`` bytes of memory, which the first alone may exceed, and where that is faster; with
+        ``explore`` also where it was not: times change.
+        """
+        queue = self.order(jobs, now)
+        chosen = queue[:1]
+        if not queue or queue[0].batch_key() is None:
+            return chosen
+        first, outputs, pixels = queue[0], queue[0].outputs, queue[0].pixels * queue[0].outputs
+        stage = "" if first.position is None else first.position.name
+        work -= first.need.work
+        for job in queue[1:]:
+            outputs_with, pixels_with = outputs + job.outputs, pixels + job.pixels * job.outputs
+            if len(chosen) == MAX_UNIT_REQS:
+                break
+            fits = outputs_with <= self._limits.outputs and pixels_with <= self._limits.pixels and job.need.work <= work
+            if not fits or job.shape_key() != first.shape_key():
+                continue
+            if not (explore or self._cost.pays(stage, chosen, job)):
+                continue
+            if job.position is None or job.position.prepares:
+                return [job]
+            if job.batch_key() == first.batch_key():
+                chosen.append(job)
+                outputs, pixels, work = outputs_with, pixels_with, work - job.need.work
         return chosen
-    first, outputs, pixels = queue[0], queue[0].outputs, queue[0].pixels * queue[0].outputs
-    work = first.need.work
-    stage = "" if first.position is None else first.position.name
-    for job in queue[1:]:
-        outputs_with, pixels_with = outputs + job.outputs, pixels + job.pixels * job.outputs
-        if len(chosen) == MAX_UNIT_REQS:
-            break
-        if job.shape_key() != first.shape_key() or outputs_with > limits.outputs or pixels_with > limits.pixels:
-            continue
-        if work + job.need.work > limits.work:
-            continue
-        if not (explore or cost.pays(stage, chosen, job)):
-            continue
-        if job.position is None or job.position.prepares:
-            return [job]
-        if job.batch_key() == first.batch_key():
-            chosen.append(job)
-            outputs, pixels, work = outputs_with, pixels_with, work + job.need.work
-    return chosen

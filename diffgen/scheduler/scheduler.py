@@ -21,7 +21,7 @@ from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.forecast import Forecast
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import Admit, Outcome, Plan, Position, StageInfo
-from diffgen.scheduler.policy import BatchLimits, choose
+from diffgen.scheduler.policy import BatchLimits, Policy
 from diffgen.wire.messages import (
     Abort,
     Aborted,
@@ -76,8 +76,9 @@ class Scheduler:
         self._restarts = restarts
         self._jobs: dict[str, Job] = {}  # in order of arrival
         jobs = self._jobs.values()
-        self._forecast = Forecast(jobs, self._cost)
-        self._admission = Admission(jobs, limits, run.max_running, self._cost, self._forecast, memory)
+        self._policy = Policy(self._cost, BatchLimits(run.max_batch_size, run.max_batch_pixels))
+        self._forecast = Forecast(jobs, self._cost, self._policy)
+        self._admission = Admission(jobs, limits, run.max_running, self._cost, self._policy, self._forecast, memory)
         self._drop: list[str] = []  # ended here, still held by the ranks
         self._tick = 0
         self._finished: collections.Counter[str] = collections.Counter()
@@ -200,8 +201,7 @@ class Scheduler:
             job.timings["queue"] = now - job.arrived
         explore = self._tick % EXPLORE_TICKS == 0
         flying = [*running, *admitted]
-        limits = BatchLimits(self._run.max_batch_size, self._run.max_batch_pixels, self._admission.free(flying))
-        chosen = choose(flying, self._cost, limits, now, explore)
+        chosen = self._policy.choose(flying, now, self._admission.free(flying), explore)
         return Plan(
             tick=self._tick,
             drop=drop,
@@ -227,9 +227,11 @@ class Scheduler:
         failed = any(outcome.error is not None for outcome in outcomes)
         self._tick_seconds += seconds
         if outcomes:
-            self._batches[len(outcomes)] += 1
-        if outcomes and not failed:
-            self._cost.learn_unit(outcomes[0].stage, [self._jobs[outcome.id] for outcome in outcomes], seconds)
+            jobs = [self._jobs[outcome.id] for outcome in outcomes]
+            self._batches[len(jobs)] += 1
+            self._policy.ran(jobs, now)
+            if not failed:
+                self._cost.learn_unit(outcomes[0].stage, jobs, seconds)
         for outcome in outcomes:
             job = self._jobs[outcome.id]
             job.timings[outcome.stage] = job.timings.get(outcome.stage, 0.0) + seconds

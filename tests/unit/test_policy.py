@@ -6,7 +6,7 @@ from diffgen.params import Resolved, SamplingParams
 from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Position, StageInfo
-from diffgen.scheduler.policy import BATCH_TURN_S, PATIENCE_S, BatchLimits, choose
+from diffgen.scheduler.policy import BATCH_TURN_S, PATIENCE_S, BatchLimits, Policy
 
 NOTHING_KNOWN = CostModel()
 
@@ -50,7 +50,7 @@ def ids(
     cost: CostModel = NOTHING_KNOWN,
     explore: bool = False,
 ) -> list[str]:
-    return [chosen.id for chosen in choose(jobs, cost, BatchLimits(cap, pixels), now, explore)]
+    return [chosen.id for chosen in Policy(cost, BatchLimits(cap, pixels)).choose(jobs, now, explore=explore)]
 
 
 def knows(seconds: float, *, two: float | None = None) -> CostModel:
@@ -123,13 +123,19 @@ def test_what_could_share_the_next_step_is_prepared_before() -> None:
 
 
 def test_interactive_requests_go_before_batch_ones_which_still_get_their_turns() -> None:
-    clip, bulk = job("clip", frames=32, key="other"), job("bulk", priority="batch", done=1, served=100)
-    assert ids([bulk, clip], now=100 + 0.9 * BATCH_TURN_S)[0] == "clip"
-    clip.served = 100 + BATCH_TURN_S
-    assert ids([bulk, clip], now=100 + BATCH_TURN_S)[0] == "bulk"
-    fresh = job("fresh", priority="batch", arrived=109, served=109)
-    assert ids([fresh, bulk, clip], now=110)[0] == "bulk", "new ones do not put off the turn of their class"
-    assert ids([bulk, job("picture", done=4)], now=100) == ["picture", "bulk"], "both classes share a step"
+    policy = Policy(NOTHING_KNOWN, BatchLimits(4, 10**9))
+    clip, bulk = job("clip", frames=32, key="other"), job("bulk", priority="batch")
+    fresh = job("fresh", priority="batch", arrived=9, served=9, key="another")
+
+    def first(*jobs: Job, now: float) -> str:
+        return policy.choose(jobs, now)[0].id
+
+    assert first(bulk, clip, now=0.9 * BATCH_TURN_S) == "clip"
+    assert first(fresh, bulk, clip, now=BATCH_TURN_S) == "bulk", "new ones do not put off the turn of their class"
+    policy.ran([clip, bulk], BATCH_TURN_S)
+    assert first(fresh, clip, now=1.9 * BATCH_TURN_S) == "clip", "and one turn is one unit, whose ever"
+    assert first(fresh, clip, now=2 * BATCH_TURN_S) == "fresh"
+    assert ids([bulk, job("picture", done=4)], now=1) == ["picture", "bulk"], "both classes share a step"
 
 
 def test_a_deadline_goes_first_while_it_only_just_can_be_kept() -> None:

@@ -4,131 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scheduling import FAULT, A, B, Driver, Ranks
 
-from diffgen.args import RunArgs
-from diffgen.errors import ErrorInfo, GenerationError
+from diffgen.errors import GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
-from diffgen.scheduler.admission import Memory
 from diffgen.scheduler.job import Need
-from diffgen.scheduler.plan import Outcome, Plan, Position, StageInfo
-from diffgen.scheduler.scheduler import Scheduler
 from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Hello, Progress, Submit, Welcome
-
-A, B = b"client a", b"client b"
-_STAGES = ("encode", "denoise")
-STAGES = (StageInfo("encode", prepares=True), StageInfo("denoise", stepped=True))
-_ERROR = GenerationError("denoise failed: by design").info()
-
-
-@dataclasses.dataclass
-class Ranks:
-    """What the ranks would do with a plan: one unit of encoding, then a unit a step; ``poison`` maps an id to the unit
-    of denoising that it fails in, and with ``blame_all`` every member of a batch with it."""
-
-    poison: dict[str, int] = dataclasses.field(default_factory=dict)
-    blame_all: bool = False
-    held: dict[str, Position] = dataclasses.field(default_factory=dict)
-    steps: dict[str, int] = dataclasses.field(default_factory=dict)
-    batches: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
-
-    def run(self, plan: Plan) -> list[Outcome]:
-        for request_id in plan.drop:
-            del self.held[request_id]
-        for admit in plan.admit:
-            assert admit.id not in self.held
-            self.held[admit.id] = Position(0, "encode", 0, 1, None, prepares=True)
-            self.steps[admit.id] = admit.params.num_inference_steps or 0
-        if not plan.ids:
-            return []
-        self.batches.append(plan.ids)
-        places = [self.held[request_id] for request_id in plan.ids]
-        assert {place.stage for place in places} == {plan.stage}
-        assert len(plan.ids) == 1 or len({place.key for place in places} - {None}) == 1, "only equal keys share"
-        culprits = {i for i, p in zip(plan.ids, places, strict=True) if p.stage == 1 and self.poison.get(i) == p.unit}
-        if culprits:
-            guilty = set(plan.ids) if self.blame_all else culprits
-            return [
-                Outcome(i, p.name, p.unit, p.units, p, _ERROR if i in guilty else None)
-                for i, p in zip(plan.ids, places, strict=True)
-            ]
-        return [self._move(request_id) for request_id in plan.ids]
-
-    def _move(self, request_id: str) -> Outcome:
-        place, steps = self.held[request_id], self.steps[request_id]
-        unit, stage = place.unit + 1, place.stage
-        if unit == place.units:
-            stage, unit = stage + 1, 0
-        position = Position(stage, _STAGES[stage], unit, steps, "key") if stage < len(_STAGES) else None
-        if position is None:
-            del self.held[request_id]
-        else:
-            self.held[request_id] = position
-        return Outcome(request_id, place.name, place.unit + 1, place.units, position)
-
-
-class Driver:
-    """Rank 0's loop around a scheduler, with the answers it would send."""
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        ranks: Ranks | None = None,
-        limits: Limits | None = None,
-        memory: Memory | None = None,
-        **run: Any,
-    ) -> None:
-        self.now = 0.0
-        self.run_args = RunArgs(**run)
-        self.limits = limits or Limits()
-        self.scheduler = Scheduler(
-            model, self.limits, self.run_args, "epoch", lambda: self.now, stages=STAGES, memory=memory
-        )
-        self.ranks = ranks or Ranks()
-        self.answers: list[tuple[bytes, Any]] = []
-        self.finished: list[str] = []
-        self.timings: dict[str, dict[str, float]] = {}
-
-    def send(self, client: bytes, message: Any) -> list[Any]:
-        answers = self.scheduler.handle(client, message)
-        self.answers += answers
-        return [answer for _, answer in answers]
-
-    def submit(self, request_id: str, client: bytes = A, **values: Any) -> list[Any]:
-        values.setdefault("num_inference_steps", 3)
-        return self.send(client, Submit(request_id, SamplingParams(prompt="a", **values)))
-
-    def tick(self) -> Plan:
-        self.answers += self.scheduler.expire()
-        plan = self.scheduler.plan()
-        outcomes = self.ranks.run(plan)
-        assert len(self.ranks.held) <= self.run_args.max_running
-        placed = {outcome.id for outcome in outcomes}
-        for admit in plan.admit:
-            if admit.id not in placed:
-                self.scheduler.place(admit.id, self.ranks.held[admit.id])
-        self.now += 1
-        self.answers += self.scheduler.commit(outcomes, 1.0)
-        for outcome in outcomes:
-            if outcome.finished:
-                self.timings[outcome.id] = self.scheduler.release(outcome.id).timings
-                self.finished.append(outcome.id)
-        return plan
-
-    def drain(self, ticks: int = 1000) -> None:
-        for _ in range(ticks):
-            if self.scheduler.idle:
-                return
-            self.tick()
-        raise AssertionError("requests are left")
-
-    def failures(self) -> dict[str, ErrorInfo]:
-        return {answer.id: answer.error for _, answer in self.answers if isinstance(answer, Failed)}
-
 
 Drive = Callable[..., Driver]
 
@@ -222,7 +105,7 @@ def test_members_of_a_failed_batch_run_alone_and_only_the_culprit_fails(drive: D
     for name in ("good", "bad", "fine"):
         driver.submit(name)
     driver.drain()
-    assert driver.failures() == {"bad": _ERROR}
+    assert driver.failures() == {"bad": FAULT}
     assert sorted(driver.finished) == ["fine", "good"]
     failed = driver.ranks.batches.index(("good", "bad", "fine"), 4)
     assert set(driver.ranks.batches[failed + 1 : failed + 4]) == {("good",), ("bad",), ("fine",)}
@@ -507,77 +390,3 @@ def test_ticks_are_numbered_and_the_last_one_stops(drive: Drive) -> None:
     assert [driver.tick().tick for _ in range(2)] == [1, 2]
     last = driver.scheduler.stop()
     assert (last.tick, last.stop, last.ids) == (3, True, ())
-
-
-_NAMES = st.sampled_from([f"r{index}" for index in range(6)])
-_ACTIONS = st.one_of(
-    st.tuples(st.just("submit"), _NAMES, st.sampled_from([A, B]), st.integers(1, 4), st.integers(1, 3)),
-    st.tuples(st.just("cancel"), _NAMES, st.sampled_from([A, B])),
-    st.tuples(st.just("bye"), st.sampled_from([A, B])),
-    st.tuples(st.just("tick")),
-    st.tuples(st.just("tick")),
-)
-
-
-@given(
-    actions=st.lists(_ACTIONS, max_size=40),
-    poison=st.dictionaries(_NAMES, st.integers(0, 3), max_size=3),
-    blame_all=st.booleans(),
-    batch=st.integers(1, 5),
-    running=st.integers(1, 4),
-    queue=st.integers(1, 6),
-)
-def test_every_accepted_request_ends_exactly_once(
-    actions: list[tuple[Any, ...]], poison: dict[str, int], blame_all: bool, batch: int, running: int, queue: int
-) -> None:
-    model = ModelSpec(
-        name="m", family="f", defaults={"width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 2},
-        size_multiple=16, frame_stride=4, guidance=None,
-    )  # fmt: skip
-    driver = Driver(model, Ranks(poison, blame_all), Limits(queue=queue), max_batch_size=batch, max_running=running)
-    open_now: dict[str, tuple[bytes, int]] = {}  # accepted and not ended -> its client and outputs
-    ended: list[str] = []
-    accepted = 0
-
-    def settle(first_answer: int, first_finished: int) -> None:
-        for client, answer in driver.answers[first_answer:]:
-            if isinstance(answer, Failed) and answer.id in open_now and open_now[answer.id][0] == client:
-                assert answer.error.code == "request_cancelled" or answer.id in poison
-                del open_now[answer.id]
-                ended.append(answer.id)
-        for name in driver.finished[first_finished:]:
-            del open_now[name]
-            ended.append(name)
-
-    for action in [*actions, *[("tick",)] * 200]:
-        marks = len(driver.answers), len(driver.finished)
-        match action:
-            case ("submit", name, client, steps, outputs):
-                held = open_now.get(name)
-                answers = driver.submit(name, client, num_inference_steps=steps, num_outputs_per_prompt=outputs)
-                if answers and isinstance(answers[0], Accepted):
-                    assert held is None
-                    assert len(open_now) < queue
-                    open_now[name] = client, outputs
-                    accepted += 1
-                elif held is not None:
-                    assert (answers == []) == (held[0] == client)
-                    continue  # a refusal of the second client, not an end of the first
-            case ("cancel", name, client):
-                answers = driver.send(client, Cancel(name))
-                assert len(answers) == (name in open_now and open_now[name][0] == client)
-            case ("bye", client):
-                assert driver.send(client, Bye()) == []
-                for name in [name for name, (owner, _) in open_now.items() if owner == client]:
-                    del open_now[name]
-                    ended.append(name)
-            case _:
-                if not driver.scheduler.idle:
-                    plan = driver.tick()
-                    outputs = [open_now[name][1] for name in plan.ids]
-                    assert len(outputs) <= 1 or sum(outputs) <= batch
-        settle(*marks)
-    assert not open_now, "every accepted request has ended"
-    assert len(ended) == accepted
-    assert driver.scheduler.idle
-    assert driver.ranks.held == {}
