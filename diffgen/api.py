@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
@@ -28,6 +28,9 @@ from diffgen.server.replica import RankStatus
 from diffgen.server.supervisor import Supervisor
 from diffgen.wire.client import Connection
 from diffgen.wire.messages import Abort, Aborted, GetStatus, Progress, Status
+
+if TYPE_CHECKING:
+    from diffgen.wire.http import HttpConnection
 
 ProgressCallback = Callable[[Progress], None]
 
@@ -47,7 +50,9 @@ class DiffGenerator:
         supervisor: of the processes that :meth:`from_pretrained` started; None for a server of another process.
     """
 
-    def __init__(self, connection: Connection, model: ModelSpec, supervisor: Supervisor | None) -> None:
+    def __init__(
+        self, connection: Connection | HttpConnection, model: ModelSpec, supervisor: Supervisor | None
+    ) -> None:
         self.model = model
         self._connection = connection
         self.supervisor = supervisor
@@ -109,12 +114,13 @@ class DiffGenerator:
 
     @classmethod
     def connect(cls, address: str, *, token: str | None = None, timeout: float = 10.0) -> DiffGenerator:
-        """Use the server at ``tcp://HOST:PORT`` or ``ipc://PATH``; closing this does not stop it.
+        """Use the server at ``tcp://HOST:PORT``, ``ipc://PATH`` or ``http(s)://HOST:PORT``; closing this does not stop
+        it. Over HTTP the token is an API key.
 
         Raises :class:`ConnectionFailed` when none answers within ``timeout`` seconds or the token is wrong, and
         :class:`ProtocolError` when it speaks another version.
         """
-        connection = Connection(address, token)
+        connection = _connection(address, token)
         try:
             return cls(connection, connection.wait_ready(timeout), None)
         except BaseException:
@@ -284,6 +290,14 @@ def _close_all() -> None:
     for generator in list(_open):
         with contextlib.suppress(DiffgenError):
             generator.close()
+
+
+def _connection(address: str, token: str | None) -> Connection | HttpConnection:
+    if address.startswith(("http://", "https://")):
+        from diffgen.wire.http import HttpConnection
+
+        return HttpConnection(address, token)
+    return Connection(address, token)
 
 
 def _params(prompt: str | None, sampling: dict[str, Any]) -> SamplingParams:

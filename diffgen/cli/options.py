@@ -38,5 +38,7 @@ class BulkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ConnectOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A running server, instead of one of this command's own."""
 
-    connect: Annotated[str | None, Meta(description="tcp://HOST:PORT or ipc://PATH of the server")] = None
-    token_file: Annotated[str | None, Meta(description="file that holds the server's token")] = None
+    connect: Annotated[str | None, Meta(description="the server's tcp://HOST:PORT, ipc://PATH or http://HOST:PORT")] = (
+        None
+    )
+    token_file: Annotated[str | None, Meta(description="file that holds the server's token or API key")] = None

@@ -162,7 +162,7 @@ class Connection:
                 self._ended = error
             pending, self._pending = self._pending, {}
         for handle in pending.values():
-            _publish_failure(handle, error)
+            publish_failure(handle, error)
         self._settled.set()
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Connection:
         with self._lock:
             handle = self._pending.pop(request_id, None)
         if handle is not None:
-            _publish_failure(handle, RequestCancelled("cancelled by its owner while no server was connected"))
+            publish_failure(handle, RequestCancelled("cancelled by its owner while no server was connected"))
 
     def _send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a lost peer shows as a network event
@@ -346,5 +346,5 @@ def _only_array(header: TensorHeader, tensors: list[zmq.Frame]) -> NDArray[Any]:
 _ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH"
 
 
-def _publish_failure(handle: GenerationHandle, error: DiffgenError) -> None:
+def publish_failure(handle: GenerationHandle, error: DiffgenError) -> None:
     handle.publish(Failed(handle.id, error.info()), error)

@@ -68,7 +68,7 @@ def version_refusal(error: VersionMismatch) -> list[bytes | memoryview]:
     return encode(Failed("", ErrorInfo("ProtocolError", error.code, error.message)))
 
 
-def array(header: TensorHeader, frame: zmq.Frame) -> NDArray[Any]:
+def array(header: TensorHeader, frame: zmq.Frame | bytes) -> NDArray[Any]:
     """The tensor of a frame, (shape) as the header says, without a copy. Raises :class:`ProtocolError`."""
     import numpy as np
 
@@ -76,7 +76,9 @@ def array(header: TensorHeader, frame: zmq.Frame) -> NDArray[Any]:
     if header.dtype not in allowed:
         raise ProtocolError(f"tensors of {header.dtype} are not sent")
     try:
-        flat: NDArray[Any] = np.frombuffer(frame.buffer, dtype=allowed[header.dtype])
+        flat: NDArray[Any] = np.frombuffer(
+            frame if isinstance(frame, bytes) else frame.buffer, dtype=allowed[header.dtype]
+        )
     except ValueError as error:
         raise ProtocolError(f"a frame that is no {header.dtype} tensor: {error}") from None
     size = 1

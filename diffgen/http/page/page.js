@@ -1,1 +1,329 @@
+// The page: a client of /v1/capabilities, /v1/images/generations and /v1/videos like any other.
 
+const byId = (id) => document.getElementById(id);
+const form = byId("form"), results = byId("results"), key = byId("key");
+const NAMES = {
+  width: "Width", height: "Height", num_inference_steps: "Steps", guidance_scale: "Guidance", seed: "Seed",
+  num_outputs_per_prompt: "Images", num_frames: "Frames", fps: "Frames a second",
+};
+const ONLY_IMAGES = new Set(["num_outputs_per_prompt"]);
+const ONLY_CLIPS = new Set(["num_frames", "fps", "seconds"]);
+const POLL_MS = 700;
+let model = null;
+
+key.value = sessionStorage.getItem("key") ?? "";
+byId("access").addEventListener("submit", (event) => { event.preventDefault(); key.blur(); });
+key.addEventListener("change", () => { sessionStorage.setItem("key", key.value); connect(); });
+
+function headers(more = {}) {
+  return key.value ? { ...more, Authorization: `Bearer ${key.value}` } : more;
+}
+
+class Refused extends Error {
+  constructor(status, text) { super(text); this.status = status; }
+}
+
+async function call(path, { json, ...options } = {}) {
+  const body = json && { method: "POST", body: JSON.stringify(json) };
+  const kind = json ? { "Content-Type": "application/json" } : {};
+  const answer = await fetch(path, { ...body, ...options, headers: headers(kind) });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  throw new Refused(answer.status, told?.error?.message ?? `the server answered ${answer.status}`);
+}
+
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+const task = () => form.elements.task.value;
+
+// --- the form --------------------------------------------------------------------------------------------------------
+
+function field(name, rule) {
+  const label = document.createElement("label");
+  label.textContent = NAMES[name] ?? name.replaceAll("_", " ");
+  label.title = rule.description ?? "";
+  label.dataset.name = name;
+  const input = document.createElement(rule.enum ? "select" : "input");
+  input.name = name;
+  if (rule.enum) {
+    for (const value of ["", ...rule.enum.filter(Boolean)]) input.add(new Option(value || "default", value));
+  } else if ([rule.type].flat().includes("string") && !/number|integer/.test(rule.type)) {
+    input.type = "text";
+  } else {
+    const whole = [rule.type].flat().includes("integer");
+    input.type = "number";
+    input.inputMode = whole ? "numeric" : "decimal";
+    input.step = whole ? 1 : "any";
+    if (rule.minimum !== undefined) input.min = rule.minimum;
+    if (rule.maximum !== undefined) input.max = rule.maximum;
+  }
+  if (name === "width" || name === "height") input.step = input.min = model.size_multiple;
+  if (name === "num_frames" && model.frame_stride) {
+    [input.min, input.step] = [1 + model.frame_stride, model.frame_stride];
+    input.max = model.limits.frames;
+  }
+  if (name === "num_inference_steps") input.max = model.limits.steps;
+  if (name === "num_outputs_per_prompt") input.max = Math.min(model.limits.n, model.limits.images);
+  input.placeholder = rule.default ?? (name === "seed" ? "random" : name === "num_outputs_per_prompt" ? "1" : "");
+  if (name === "num_frames") {
+    const stride = model.frame_stride || 1, fps = model.defaults.fps ?? 8;
+    const frames = Math.round((model.default_clip_seconds * fps - 1) / stride) * stride + 1;
+    input.placeholder = rule.default > 1 ? rule.default : frames;
+  }
+  label.append(input);
+  return label;
+}
+
+function showForTask() {
+  for (const label of form.querySelectorAll("[data-name]")) {
+    const { name } = label.dataset;
+    label.hidden = task() === "image" ? ONLY_CLIPS.has(name) : ONLY_IMAGES.has(name);
+    label.querySelector("input, select").disabled = label.hidden;
+  }
+}
+
+function build() {
+  const main = [], more = [];
+  for (const [name, rule] of Object.entries(model.parameters)) {
+    if (name === "negative_prompt") continue;
+    (name in NAMES ? main : more).push(field(name, rule));
+  }
+  byId("fields").replaceChildren(...main);
+  byId("more-fields").replaceChildren(...more);
+  byId("more").hidden = more.length === 0;
+  byId("tasks").hidden = !model.tasks.includes("video");
+  byId("generate").disabled = false;
+  showForTask();
+}
+
+function values() {
+  const found = { prompt: form.elements.prompt.value };
+  for (const input of form.querySelectorAll("[name]")) {
+    if (input.disabled || input.value === "" || ["prompt", "task"].includes(input.name)) continue;
+    // Large seeds are beyond what JavaScript's numbers hold; they are sent as they were typed.
+    found[input.name] = input.type === "number" ? JSON.rawJSON?.(input.value) ?? Number(input.value) : input.value;
+  }
+  return found;
+}
+
+function useAgain(kind, params) {
+  form.elements.task.value = kind;
+  showForTask();
+  for (const input of form.querySelectorAll("[name]")) {
+    if (input.name !== "task") input.value = params[input.name] ?? "";
+  }
+  form.elements.prompt.focus();
+  form.scrollIntoView({ block: "nearest" });
+}
+
+// --- results ---------------------------------------------------------------------------------------------------------
+
+class Card {
+  constructor(kind, params) {
+    this.kind = kind;
+    this.params = params;
+    this.root = byId("card").content.firstElementChild.cloneNode(true);
+    this.urls = [];
+    this.part(".text").textContent = params.prompt;
+    this.part(".again").addEventListener("click", () => useAgain(this.kind, this.params));
+    this.part(".remove").addEventListener("click", () => this.remove());
+    this.part(".cancel").addEventListener("click", () => this.cancel());
+    this.onCancel = () => {};
+    this.onRemove = async () => {};
+    this.tell("waiting", null);
+    results.prepend(this.root);
+  }
+
+  part(selector) { return this.root.querySelector(selector); }
+
+  tell(text, percent) {
+    this.part(".told").textContent = text;
+    if (percent === null) this.part("progress").removeAttribute("value");
+    else this.part("progress").value = percent;
+  }
+
+  cancel() {
+    this.part(".cancel").disabled = true;
+    this.cancelled = true;
+    this.onCancel();
+  }
+
+  async remove() {
+    if (!this.part(".work").hidden) this.cancel();
+    await this.onRemove().catch(() => {});
+    this.urls.forEach(URL.revokeObjectURL);
+    this.root.remove();
+  }
+
+  show(...media) {
+    this.part(".media").replaceChildren(...media);
+  }
+
+  fail(text) {
+    this.part(".work").hidden = true;
+    this.part(".error").hidden = false;
+    this.part(".error").textContent = text;
+    this.part(".media .preview")?.remove();
+  }
+
+  done(params, warnings, seconds) {
+    this.params = params;
+    this.part(".work").hidden = true;
+    const shown = {
+      size: `${params.width}×${params.height}`, steps: params.num_inference_steps, guidance: params.guidance_scale,
+      seed: params.seed, ...(params.num_frames > 1 && { frames: params.num_frames, fps: params.fps }),
+      negative: params.negative_prompt, time: seconds && `${seconds.toFixed(1)} s`,
+    };
+    this.part(".params").replaceChildren(...Object.entries(shown).filter(([, value]) => value ?? false).map(([name, value]) => {
+      const pair = document.createElement("div");
+      pair.append(Object.assign(document.createElement("dt"), { textContent: name }));
+      pair.append(Object.assign(document.createElement("dd"), { textContent: value }));
+      return pair;
+    }));
+    this.part(".warnings").replaceChildren(
+      ...warnings.map((text) => Object.assign(document.createElement("li"), { textContent: text })),
+    );
+  }
+}
+
+function picture(base64, format, alt) {
+  return Object.assign(document.createElement("img"), { src: `data:image/${format};base64,${base64}`, alt });
+}
+
+// --- images: one stream a request ------------------------------------------------------------------------------------
+
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
+      const lines = text.slice(0, end).split("\n");
+      const data = lines.find((line) => line.startsWith("data: "));
+      if (data) yield JSON.parse(data.slice(6));
+      else if (lines[0].startsWith(": ")) yield { type: "comment", text: lines[0].slice(2) };
+    }
+  }
+}
+
+const SPANS = { denoise: [0, 88], decode: [88, 99] };
+
+async function makeImages(params) {
+  const card = new Card("image", params), control = new AbortController(), made = [];
+  // The server cancels what nobody waits for.
+  card.onCancel = () => control.abort();
+  try {
+    const json = { ...params, stream: true, partial_images: 3 };
+    const answer = await call("v1/images/generations", { json, signal: control.signal });
+    for await (const event of events(answer)) {
+      if (event.type === "comment") {
+        const [, stage, step, total] = event.text.match(/^(\w+) (\d+)\/(\d+)$/) ?? [];
+        const [low, high] = SPANS[stage] ?? [0, 0];
+        if (stage) card.tell(`${stage} ${step} of ${total}`, low + (high - low) * step / total);
+      } else if (event.type === "image_generation.partial_image") {
+        const preview = picture(event.b64_json, event.output_format, "preview");
+        preview.className = "preview";
+        card.show(preview);
+      } else if (event.type === "image_generation.completed") {
+        made.push(picture(event.b64_json, event.output_format, params.prompt));
+        card.show(...made);
+        card.done({ ...event.params, seed: event.params.seed }, event.warnings, event.inference_time_s);
+      } else if (event.type === "error") {
+        throw new Error(event.error.message);
+      }
+    }
+    if (!made.length) throw new Error("the server closed the connection before the image was done");
+  } catch (error) {
+    card.fail(card.cancelled ? "Cancelled." : plainly(error));
+  }
+}
+
+function plainly(error) {
+  if (error instanceof TypeError) return "The server cannot be reached.";
+  return error.message;
+}
+
+// --- clips: jobs of the server's, which outlive this page ------------------------------------------------------------
+
+async function makeClip(params) {
+  const card = new Card("video", params);
+  try {
+    const job = await (await call("v1/videos", { json: params })).json();
+    await follow(card, job);
+  } catch (error) {
+    card.fail(plainly(error));
+  }
+}
+
+async function follow(card, job) {
+  const path = `v1/videos/${job.id}`;
+  card.onCancel = () => call(path, { method: "DELETE" }).catch(() => {});
+  card.onRemove = () => call(path, { method: "DELETE" });
+  while (job.status === "queued" || job.status === "in_progress") {
+    const left = job.eta === null ? "" : `, about ${Math.ceil(job.eta)} s left`;
+    const waits = job.ahead ? `waiting behind ${job.ahead}` : "waiting";
+    if (job.status === "queued") card.tell(waits + left, null);
+    else card.tell(`${job.progress} %${left}`, job.progress);
+    for (let known = false; !known;) {
+      await pause(POLL_MS);
+      try {
+        job = await (await call(path)).json();
+        known = true;
+      } catch (error) {
+        if (card.cancelled) return card.fail("Cancelled.");
+        if (error instanceof Refused && error.status < 500) throw error;
+        card.tell("waiting for the server", null);  // it may be starting again, and the job with it
+      }
+    }
+  }
+  if (job.status === "failed") return card.fail(job.error.message);
+  const content = await (await call(`${path}/content`)).blob();
+  const video = document.createElement("video");
+  card.urls.push(URL.createObjectURL(content));
+  Object.assign(video, { src: card.urls[0], controls: true, loop: true, muted: true, autoplay: true, playsInline: true });
+  video.setAttribute("aria-label", job.prompt);
+  card.show(video);
+  card.done(job.params, job.warnings, job.inference_time_s);
+}
+
+async function showJobs() {
+  const { data } = await (await call("v1/videos?limit=20&order=asc")).json();
+  for (const job of data) {
+    if (job.error) continue;
+    const card = new Card("video", job.params);
+    follow(card, job).catch((error) => card.fail(plainly(error)));
+  }
+}
+
+// --- start -----------------------------------------------------------------------------------------------------------
+
+async function connect() {
+  const state = byId("state");
+  for (;;) {
+    try {
+      const first = model === null;
+      model = await (await call("v1/capabilities")).json();
+      state.textContent = `${model.model} is ready`;
+      state.classList.remove("wrong");
+      build();
+      if (first) await showJobs();
+      return;
+    } catch (error) {
+      state.textContent = plainly(error);
+      state.classList.toggle("wrong", error.status === 401 || error instanceof TypeError);
+      if (error.status === 401) return key.focus();
+      await pause(1500);
+    }
+  }
+}
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (model) (task() === "image" ? makeImages : makeClip)(values());
+});
+form.addEventListener("change", showForTask);
+form.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+});
+connect();

@@ -1,0 +1,262 @@
+"""A connection to a server through its HTTP port, for those who cannot reach its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import msgspec
+
+from diffgen.errors import (
+    ConnectionFailed,
+    DiffgenError,
+    InvalidRequest,
+    ProtocolError,
+    ServerClosed,
+    ServerError,
+    error_from,
+)
+from diffgen.handle import GenerationHandle, Preview, Restarting
+from diffgen.params import ModelSpec, SamplingParams
+from diffgen.result import GenerationResult
+from diffgen.wire import codec
+from diffgen.wire.client import publish_failure
+from diffgen.wire.messages import Abort, Aborted, Accepted, Failed, GetStatus, Progress, Result, Status
+from diffgen.wire.messages import Preview as PreviewMessage
+
+_RETRY_S = 0.5
+# The server says every 15 s that it is still there.
+_SILENCE_S = 60.0
+_MAX_TENSOR = 2**40
+
+
+class HttpConnection:
+    """As :class:`diffgen.wire.client.Connection`: each request is one POST, whose answer is the stream of its events.
+
+    A request whose answer breaks off is sent again under the same Idempotency-Key, so that the server goes on with it
+    or gives its result; when no server answers for ``patience`` seconds it fails with :class:`ConnectionFailed`.
+    """
+
+    def __init__(self, address: str, token: str | None = None, patience: float = 30.0) -> None:
+        self.address = address.rstrip("/")
+        self.patience = patience
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        limits = httpx2.Limits(max_connections=None)
+        timeout = httpx2.Timeout(_SILENCE_S, connect=10.0)
+        try:
+            self._http = httpx2.Client(base_url=self.address, headers=headers, limits=limits, timeout=timeout)
+        except (httpx2.InvalidURL, ValueError) as error:
+            raise ConnectionFailed(f"cannot connect to {address!r}: {error}; give http://HOST:PORT") from None
+        self._decoder = codec.server_message_decoder()
+        self._lock = threading.Lock()
+        self._pending: dict[str, GenerationHandle] = {}
+        self._remote: dict[str, str] = {}  # the server's ids
+        self._cancelled: set[str] = set()
+        self._ended: DiffgenError | None = None
+        self._model = ""
+
+    def wait_ready(self, timeout: float) -> ModelSpec:
+        """What the server serves, once it does. Raises :class:`ConnectionFailed` after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                spec = msgspec.convert(self._get("GET", "/v1/model"), ModelSpec)
+            except ConnectionFailed as error:
+                if not error.retryable or time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+            except (msgspec.ValidationError, ServerError) as error:
+                raise ProtocolError(f"{self.address} is no server of this diffgen: {error}") from None
+            else:
+                self._model = spec.name
+                return spec
+
+    def submit(self, params: SamplingParams) -> GenerationHandle:
+        """Send a request. Raises what ended the connection, if it has ended."""
+        handle = GenerationHandle(params, self.cancel)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._pending[handle.id] = handle
+        threading.Thread(target=self._run, args=(handle,), name=f"request-{handle.id}", daemon=True).start()
+        return handle
+
+    def cancel(self, request_id: str) -> None:
+        """Ask the server to cancel; the handle ends when it says so."""
+        with self._lock:
+            self._cancelled.add(request_id)
+            remote = self._remote.get(request_id)
+        if remote is not None:
+            threading.Thread(target=self._cancel_remote, args=(remote,), daemon=True).start()
+
+    def _cancel_remote(self, remote: str) -> None:
+        with contextlib.suppress(DiffgenError):
+            self._get("DELETE", f"/v1/requests/{remote}")
+
+    def ask(self, question: GetStatus | Abort, timeout: float) -> Status | Aborted:
+        """The server's answer. Raises :class:`ConnectionFailed` after ``timeout`` s, or what ended the connection."""
+        if self._ended is not None:
+            raise self._ended
+        if isinstance(question, Abort):
+            found = self._get("DELETE", f"/v1/requests/{question.id}", timeout=timeout)["found"]
+            return Aborted(question.id, found)
+        return msgspec.convert(self._get("GET", "/v1/status", timeout=timeout), Status, str_keys=True)
+
+    def end(self, error: DiffgenError) -> None:
+        """Fail every pending request, and every later one, with ``error``."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = error
+            pending, self._pending = self._pending, {}
+            remote = [self._remote[key] for key in pending if key in self._remote]
+        for handle in pending.values():
+            publish_failure(handle, error)
+        for request_id in remote:
+            self._cancel_remote(request_id)
+
+    def close(self) -> None:
+        """Cancel what is pending and close the connections."""
+        self.end(ServerClosed("the connection was closed by this client"))
+        self._http.close()
+
+    def _get(self, method: str, path: str, timeout: float | None = None) -> Any:
+        """The JSON of a route. Raises :class:`ConnectionFailed`, or :class:`ServerError` for an error it tells."""
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        try:
+            answer = self._http.request(method, path, **options)
+            _check(answer)
+            return answer.json()
+        except (httpx2.HTTPError, RuntimeError) as error:  # a RuntimeError once it is closed
+            raise ConnectionFailed(f"no answer from {self.address}: {error or type(error).__name__}") from None
+        except ValueError as error:
+            if isinstance(error, DiffgenError):
+                raise
+            raise ServerError(f"{self.address} answers with something else than JSON") from None
+
+    def _run(self, handle: GenerationHandle) -> None:
+        """One request, until it is answered."""
+        lost_at = time.monotonic()
+        try:
+            while handle.id in self._pending:
+                try:
+                    for message, tensor in self._events(handle):
+                        lost_at = time.monotonic()
+                        self._publish(handle, message, tensor)
+                    if handle.id not in self._pending:
+                        return
+                    reason = "the answer broke off"
+                except (httpx2.HTTPError, ConnectionFailed) as error:
+                    if isinstance(error, ConnectionFailed) and not error.retryable:
+                        raise
+                    reason = str(error) or type(error).__name__
+                if time.monotonic() - lost_at > self.patience:
+                    rule = f"no server has answered at {self.address} for {self.patience:g} s"
+                    raise ConnectionFailed(f"{rule}: {reason}")
+                handle.publish(Restarting(handle.id))
+                time.sleep(_RETRY_S)
+        except DiffgenError as error:
+            self._fail(handle, error)
+        except Exception as error:
+            # The border of the thread: without it nobody would answer who waits.
+            self._fail(handle, ConnectionFailed(f"the connection to {self.address} broke: {error!r}"))
+
+    def _fail(self, handle: GenerationHandle, error: DiffgenError) -> None:
+        if self._take(handle.id):
+            publish_failure(handle, error)
+
+    def _take(self, request_id: str) -> bool:
+        with self._lock:
+            self._remote.pop(request_id, None)
+            self._cancelled.discard(request_id)
+            return self._pending.pop(request_id, None) is not None
+
+    def _events(self, handle: GenerationHandle) -> Iterator[tuple[Any, bytes | None]]:
+        values = {name: value for name, value in msgspec.structs.asdict(handle.params).items() if value is not None}
+        headers = {"content-type": "application/json", "idempotency-key": handle.id}
+        with self._http.stream("POST", "/v1/requests", content=json.dumps(values), headers=headers) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                _check(answer)
+            remote = answer.headers["x-generation-id"]
+            with self._lock:
+                self._remote[handle.id] = remote
+                cancelled = handle.id in self._cancelled
+            if cancelled:
+                self._cancel_remote(remote)
+            reader = _Reader(answer.iter_raw())
+            while (count := reader.number(">I", 4)) is not None:
+                frames = [reader.frame() for _ in range(count)]
+                if frames:
+                    message = codec.decode(frames[:2], self._decoder, max_body=codec.MAX_BODY)
+                    yield message, frames[2] if len(frames) > 2 else None
+
+    def _publish(self, handle: GenerationHandle, message: Any, tensor: bytes | None) -> None:
+        """With the client's own id in place of the server's."""
+        match message:
+            case Accepted() | Progress():
+                handle.publish(msgspec.structs.replace(message, id=handle.id))
+            case PreviewMessage() if tensor is not None:
+                pixels = codec.array(message.tensor, tensor)
+                handle.publish(Preview(handle.id, message.step, message.total, pixels))
+            case Result() if tensor is not None:
+                raw = codec.array(message.output.tensor, tensor)
+                if self._take(handle.id):
+                    handle.publish(GenerationResult.from_output(handle.id, message.output, raw, self._model))
+            case Failed():
+                self._fail(handle, error_from(message.error))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is no event of a request")
+
+
+class _Reader:
+    """Whole frames from chunks of any size."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._held = bytearray()
+
+    def _bytes(self, size: int) -> bytes | None:
+        while len(self._held) < size:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return None
+            self._held += chunk
+        found = bytes(self._held[:size])
+        del self._held[:size]
+        return found
+
+    def number(self, form: str, size: int) -> int | None:
+        """None at the end of the stream."""
+        found = self._bytes(size)
+        return None if found is None else int(struct.unpack(form, found)[0])
+
+    def frame(self) -> bytes:
+        size = self.number(">Q", 8)
+        found = None if size is None or size > _MAX_TENSOR else self._bytes(size)
+        if found is None:
+            raise ConnectionFailed("a message broke off")
+        return found
+
+
+def _check(answer: httpx2.Response) -> None:
+    """Raises the error that an answer tells: one worth another try is a :class:`ConnectionFailed`."""
+    if answer.is_success:
+        return
+    try:
+        told = answer.json()["error"]
+        message, code, param = str(told["message"]), str(told["code"]), told["param"]
+    except (ValueError, KeyError, TypeError):
+        message, code, param = f"HTTP status {answer.status_code}", "http_error", None
+    if answer.status_code == 401:
+        raise ConnectionFailed(f"the server refused this client: {message}", code="unauthorized", retryable=False)
+    if answer.status_code == 503:
+        raise ConnectionFailed(message, code=code)
+    if 400 <= answer.status_code < 500 and answer.status_code != 404:
+        raise InvalidRequest(message, code=code, param=param)
+    raise ServerError(message, code=code)

@@ -1,0 +1,159 @@
+"""The page, in a browser: generate, watch, cancel, play a clip, see an error, on a phone, with a key."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_server import Server, serving
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from processes import leftovers, run_root, wait_until
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium"),
+]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+# Kept for looking at where this is set: a folder.
+SCREENSHOTS = os.environ.get("SCREENSHOTS")
+
+
+@pytest.fixture(scope="module")
+def bundled_server() -> Iterator[Server]:
+    """``diffgen serve`` as it is without any option but a port of its own."""
+    with run_root() as root:
+        with serving(root) as server:
+            yield server
+        assert leftovers(root) == []
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        flags = [*FLAGS, "--disable-sync"]
+        with playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=flags) as browser:
+            yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page of 1200 x 800 whose console must stay empty, but for answers that are errors."""
+    with browser.new_page(viewport={"width": 1200, "height": 800}) as page:
+        page.set_default_timeout(60_000)
+        told: list[str] = []
+        page.on("console", lambda message: told.append(message.text))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("dialog", lambda dialog: told.append(f"dialog: {dialog.message}"))
+        yield page
+        assert [text for text in told if "Failed to load resource" not in text] == []
+
+
+def shot(page: Page, name: str) -> None:
+    if SCREENSHOTS:
+        Path(SCREENSHOTS).mkdir(exist_ok=True)
+        page.screenshot(path=f"{SCREENSHOTS}/{name}.png", full_page=True)
+
+
+def generate(page: Page, prompt: str, **fields: object) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    for label, value in fields.items():
+        page.get_by_label(label, exact=True).fill(str(value))
+    page.keyboard.press("Control+Enter")
+
+
+def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> None:
+    page.goto(bundled_server.url)
+    expect(page.locator("#state")).to_have_text("shapes is ready")
+    generate(page, "a red circle on a blue background", Steps=40, Seed=1)
+    card = page.locator("article").first
+    expect(card.locator("img.preview")).to_be_visible()
+    assert 0 < float(card.locator("progress").get_attribute("value") or 0) < 100
+    shot(page, "1-preview")
+    expect(card.locator("img:not(.preview)")).to_be_visible()
+    expect(card.locator("dl")).to_contain_text("seed1")
+    assert page.evaluate("document.querySelector('article img').naturalWidth") == 128
+    expect(card.locator(".work")).to_be_hidden()
+
+    generate(page, "<img src=x onerror=alert(1)>", Steps=900)
+    card = page.locator("article").first
+    expect(card.locator(".told")).to_contain_text("denoise")
+    card.get_by_role("button", name="Cancel").click()
+    expect(card.locator(".error")).to_have_text("Cancelled.")
+    expect(card.locator(".text")).to_have_text("<img src=x onerror=alert(1)>")
+    wait_until(lambda: bundled_server.http.get("/v1/status").json()["requests"] == [], 10, "the work has stopped")
+
+    generate(page, "x" * 20_001, Steps=4)
+    expect(page.locator("article .error").first).to_contain_text("prompt has 20001 characters")
+    page.locator("article").first.get_by_role("button", name="Remove").click()
+
+    page.get_by_label("Clip", exact=True).check()
+    generate(page, "a white triangle moving right on a purple background", Steps=4, Frames=5)
+    card = page.locator("article").first
+    video = card.locator("video")
+    expect(video).to_be_visible()
+    expect(card.locator("dl")).to_contain_text("frames5")
+    video.evaluate("async (video) => { video.currentTime = 0; await video.play(); }")
+    wait_until(lambda: video.evaluate("(video) => video.currentTime") > 0.1, 10, "it plays")
+    assert video.evaluate("(video) => [video.videoWidth, video.videoHeight]") == [128, 128]
+    shot(page, "2-clip")
+
+    page.locator("article").last.get_by_role("button", name="Use again").click()
+    assert page.get_by_label("Steps", exact=True).input_value() == "40"
+    assert page.get_by_label("Image", exact=True).is_checked()
+
+    page.reload()
+    expect(page.locator("article video")).to_be_visible()  # the server keeps its clips
+
+
+def test_a_restart_under_a_clip(page: Page) -> None:
+    """The page waits for the server and shows the clip that the next one makes."""
+    with run_root() as root:
+        with serving(root, "--data-path", str(root / "data")) as first:
+            port = first.url.rpartition(":")[2]
+            page.goto(first.url)
+            expect(page.locator("#state")).to_have_text("shapes is ready")
+            page.get_by_label("Clip", exact=True).check()
+            generate(page, "a red circle moving up", Steps=60, Frames=5)
+            expect(page.locator(".told")).to_have_text(re.compile(r"^[1-9]\d? %"))
+            first.process.kill()
+            expect(page.locator(".told")).to_have_text("waiting for the server")
+            shot(page, "3-waiting")
+        with serving(root, "--data-path", str(root / "data"), "--port", port):
+            expect(page.locator("article video")).to_be_visible()
+
+
+def test_phone_and_keyboard(bundled_server: Server, page: Page) -> None:
+    page.set_viewport_size({"width": 375, "height": 720})
+    page.goto(bundled_server.url)
+    expect(page.locator("#state")).to_have_text("shapes is ready")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375, "nothing reaches beyond the screen"
+    expect(page.get_by_label("Frames", exact=True)).to_be_hidden()
+    expect(page.get_by_label("Images", exact=True)).to_be_visible()
+    page.get_by_label("Prompt", exact=True).focus()
+    seen = []
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.name || document.activeElement.id"))
+        if seen[-1] == "generate":
+            break
+    assert {"negative_prompt", "width", "num_inference_steps", "seed"} <= set(seen)
+    page.keyboard.press("Enter")
+    expect(page.locator("article").first.locator(".error, img")).not_to_have_count(0)
+    shot(page, "4-phone")
+
+
+def test_key(http_server: Server, page: Page) -> None:
+    page.goto(http_server.url)
+    expect(page.locator("#state")).to_contain_text("an API key is missing")
+    shot(page, "5-key")
+    page.get_by_label("API key").fill("open sesame")
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_text("org/tiny-wan is ready")
+    policy = http_server.http.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
