@@ -33,7 +33,7 @@ class Server:
         self._reader.start()
         assert self._listens.wait(30), self.lines
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self.http = httpx2.Client(base_url=self.url, headers=headers, timeout=60)
+        self.http = httpx2.Client(base_url=self.url, headers=headers, timeout=170)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -43,7 +43,7 @@ class Server:
                 self.url = line.split()[-1]
                 self._listens.set()
 
-    def wait_ready(self, seconds: float = 90) -> None:
+    def wait_ready(self, seconds: float = 170) -> None:
         deadline = time.monotonic() + seconds
         while self.http.get("/ready").status_code != 200:
             assert time.monotonic() < deadline, self.lines
