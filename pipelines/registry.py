@@ -13,7 +13,7 @@ from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
 from diffgen.errors import ModelError
 from diffgen.fields import nearest_name
-from diffgen.loading.index import read_index
+from diffgen.loading.index import ModelIndex, read_index
 from pipelines.base import ComposedPipelineBase
 from pipelines.signature import find_pipeline
 
@@ -62,6 +62,20 @@ def load_pipeline(
     Raises :class:`ModelError` naming what is missing or known.
     """
     index = read_index(folder, model.variant, model.safety_checker, weights=device.type != "meta")
+    family = _family_of(index, model)
+    layout = None if arrange is None else arrange(family.abilities(index), index.pipeline_class)
+    return family.load(index, model, device, layout)
+
+
+def import_family(folder: Path, model: ModelArgs) -> None:
+    """Import what :func:`load_pipeline` is going to need. Raises whatever that would."""
+    index = read_index(folder, model.variant, model.safety_checker)
+    _family_of(index, model)
+    for library, name in filter(None, index.components.values()):
+        getattr(importlib.import_module(library), name, None)
+
+
+def _family_of(index: ModelIndex, model: ModelArgs) -> type[ComposedPipelineBase]:
     if model.pipeline is None:
         name = SERVED.get(index.pipeline_class)
         if name is None and find_pipeline(index.pipeline_class) is not None:
@@ -69,7 +83,9 @@ def load_pipeline(
         if name is None:
             known = ", ".join(sorted(SERVED))
             remedy = f"known: {known}; or give pipeline=module:Class"
-            raise ModelError(f"no family serves {index.pipeline_class} ({folder}); {remedy}", code="unsupported_model")
+            raise ModelError(
+                f"no family serves {index.pipeline_class} ({index.folder}); {remedy}", code="unsupported_model"
+            )
         path = FAMILIES[name]
     elif ":" in model.pipeline:
         path = model.pipeline
@@ -78,6 +94,4 @@ def load_pipeline(
     else:
         remedy = f"{nearest_name(model.pipeline, FAMILIES)}, or give module:Class"
         raise ModelError(f"unknown pipeline {model.pipeline!r}; {remedy}", code="unsupported_model")
-    family = find_family(path)
-    layout = None if arrange is None else arrange(family.abilities(index), index.pipeline_class)
-    return family.load(index, model, device, layout)
+    return find_family(path)

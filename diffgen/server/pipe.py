@@ -1,4 +1,4 @@
-"""The pipe between the supervisor and one rank."""
+"""The pipes between the supervisor and each rank, and between it and the launcher of the ranks."""
 
 from __future__ import annotations
 
@@ -67,12 +67,40 @@ class RankError(_Message, frozen=True):
     error: ErrorInfo
 
 
+class Prepare(_Message, frozen=True):
+    """First message to the launcher. ``folder`` is to be removed when the supervisor has gone."""
+
+    args: ServerArgs
+    folder: str
+
+
+class Fork(_Message, frozen=True):
+    """To the launcher: make a rank, with the descriptor that follows as the end of its pipe."""
+
+
+class Forked(_Message, frozen=True):
+    """From the launcher, one for each :class:`Fork` in its order."""
+
+    pid: int
+
+
+class Exited(_Message, frozen=True):
+    """From the launcher; ``code`` is negative for a signal."""
+
+    pid: int
+    code: int
+
+
 ToRank = Start | Stop
+ToLauncher = Prepare | Fork
+FromLauncher = Forked | Exited
 FromRank = Ready | Heartbeat | Journal | RankError
 
 M = TypeVar("M")
 
 TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+TO_LAUNCHER: msgspec.msgpack.Decoder[ToLauncher] = msgspec.msgpack.Decoder(ToLauncher)
+FROM_LAUNCHER: msgspec.msgpack.Decoder[FromLauncher] = msgspec.msgpack.Decoder(FromLauncher)
 FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 

@@ -1,7 +1,8 @@
-"""Main program of one rank: ``python -P -m diffgen.server.rank FD``, started by the supervisor alone."""
+"""One rank's life. The launcher forks it or, where it cannot, starts ``python -P -m diffgen.server.rank FD``."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,7 +16,7 @@ import traceback
 import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from diffgen.args import ModelArgs
 from diffgen.errors import DiffgenError, StartFailed, WorkerDied
@@ -29,22 +30,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("diffgen.rank")
 
-_PARENT_CHECK_S = 1.0
+PARENT_CHECK_S = 1.0
 
 
-def main() -> None:
+def run(descriptor: int) -> NoReturn:
+    """A rank's life, with this end of its pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
     parent = os.getppid()
-    pipe = Pipe(Connection(int(sys.argv[1])), TO_RANK)
+    pipe = Pipe(Connection(descriptor), TO_RANK)
     try:
         start = pipe.receive()
     except EOFError:
-        return
+        _exit(1)
     assert isinstance(start, Start)
+    name_process(f"diffgen-rank{start.rank}")
     set_up_logs(start.args.run.log_level, start.args.run.log_format, f"rank {start.rank}")
-    if start.args.run.log_level in ("warning", "error"):
-        # Advice that it prints at import, for people who write its programs.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quieten(start.args.run.log_level)
     stops: queue.SimpleQueue[Any] = queue.SimpleQueue()
     watch = _Watch(pipe, start, parent, stops)
     # A rank without one of its threads would keep its clients waiting.
@@ -58,12 +59,26 @@ def main() -> None:
     _exit(0)
 
 
-def _fail(pipe: Pipe[ToRank], error: BaseException, started: bool) -> None:
+def name_process(name: str) -> None:
+    """As lists of processes show it: at most 15 characters, where the system can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def quieten(log_level: str) -> None:
+    """Keep libraries from printing advice for people who write their programs; before they are imported."""
+    if log_level in ("warning", "error"):
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # It says at import that some processors want torchvision, which nothing here uses.
+    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
+
+
+def _fail(pipe: Pipe[ToRank], error: BaseException, started: bool) -> NoReturn:
     pipe.send(RankError(_as_diffgen_error(error, started).info()))
     _exit(1)
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     # Threads of gloo and ZMQ may wait for peers that are gone; there is nothing left to clean up.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,10 +115,11 @@ class _Watch:
 
     def _beat(self) -> None:
         while True:
-            time.sleep(_PARENT_CHECK_S)
-            # The pipe stays open while a child that the parent forked holds it, so its end is no sure sign.
+            time.sleep(PARENT_CHECK_S)
+            # Without the launcher nobody learns how this process ends; it is also how a rank sees that the supervisor
+            # has gone while another process holds its end of the pipe.
             if os.getppid() != self._parent:
-                self._abandon()
+                _exit(1)
             if self.progress is not None:
                 self._pipe.send(Heartbeat(**dataclasses.asdict(self.progress)))
 
@@ -178,8 +194,7 @@ def open_pipeline(folder: Path, model: ModelArgs, device: Any, arrange: Any = No
     found = Path(pipelines.__file__ or "").resolve()
     if found != ours:
         raise StartFailed(f"Python finds another package 'pipelines' at {found.parent}; take it off PYTHONPATH")
-    # It says at import that some processors want torchvision, which nothing here uses.
-    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
+    quieten("info")
     from pipelines.registry import load_pipeline
 
     return load_pipeline(folder, model, device, arrange)
@@ -287,4 +302,4 @@ def _received(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run(int(sys.argv[1]))

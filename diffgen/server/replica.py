@@ -7,20 +7,18 @@ import dataclasses
 import multiprocessing.connection
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from diffgen.args import ServerArgs
 from diffgen.errors import PEER_LOST, DiffgenError, ErrorInfo, StartFailed, WorkerDied, error_from
+from diffgen.server.launcher import Launcher, ending
 from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop
 
 # Longer than any garbage collection or page fault: a rank that is this silent is stopped or gone.
 SILENCE_S = 60.0
 _STOP_S = 10.0
 _EXPLAIN_S = 1.0
-_STDERR = 2  # a rank prints nothing on purpose, but libraries do, and stdout is for results
 
 
 @dataclasses.dataclass
@@ -28,7 +26,7 @@ class RankStatus:
     """What is known of one rank: its process, and what its last heartbeat said."""
 
     rank: int
-    pid: int
+    pid: int = 0  # until it has been forked
     ready: Ready | None = None
     last_seen: float = 0.0
     heartbeat: Heartbeat | None = None
@@ -37,7 +35,6 @@ class RankStatus:
 
 @dataclasses.dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
     pipe: Pipe[FromRank]
     status: RankStatus
 
@@ -52,6 +49,7 @@ class Replica:
 
     def __init__(
         self,
+        launcher: Launcher,
         args: ServerArgs,
         folder: Path,
         life: int,
@@ -62,13 +60,15 @@ class Replica:
         self.ready = False
         self.journal: tuple[str, ...] = ()
         self._args = args
+        self._launcher = launcher
+        launcher.on_fork = self._forked
         self._born = time.monotonic()
         self._ranks: list[_Rank] = []
         self._open: dict[multiprocessing.connection.Connection, _Rank] = {}
         self._ended_at: float | None = None  # of the first rank
         try:
             for rank in range(args.run.num_gpus):
-                self._ranks.append(_spawn(Start(args, rank, str(folder), life, socket, deaths, failures)))
+                self._spawn(Start(args, rank, str(folder), life, socket, deaths, failures))
         except BaseException:
             self.kill()
             raise
@@ -85,8 +85,15 @@ class Replica:
 
     def watch(self, seconds: float) -> DiffgenError | None:
         """Take what the ranks say, for at most about ``seconds``; returns why the replica has ended, if it has."""
-        for connection in multiprocessing.connection.wait(list(self._open), timeout=seconds):
+        launcher = self._launcher.connection
+        for connection in multiprocessing.connection.wait([launcher, *self._open], timeout=seconds):
             assert isinstance(connection, multiprocessing.connection.Connection)
+            if connection is launcher:
+                try:
+                    self._launcher.receive()
+                except EOFError:
+                    return self._launcher_lost()
+                continue
             rank = self._open[connection]
             try:
                 self._take(rank, rank.pipe.receive())
@@ -101,17 +108,41 @@ class Replica:
         if self.ready:
             self._ranks[0].pipe.send(Stop())
             deadline = time.monotonic() + _STOP_S
-            for rank in self._ranks:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.process.wait(max(0.0, deadline - time.monotonic()))
+            self._wait(deadline)
         self.kill()
 
     def kill(self) -> None:
-        for rank in self._ranks:
+        alive = [rank.status.pid for rank in self._ranks if rank.status.pid not in self._launcher.codes]
+        if 0 in alive:  # it may be forked at any moment
+            self._launcher.kill()
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
-            rank.process.wait()
+                if pid:
+                    os.killpg(pid, signal.SIGKILL)
+        self._wait(time.monotonic() + _STOP_S)
+        for rank in self._ranks:
             rank.pipe.close()
+
+    def _spawn(self, start: Start) -> None:
+        ours, theirs = multiprocessing.connection.Pipe()
+        pipe = Pipe(ours, FROM_RANK)
+        self._ranks.append(_Rank(pipe, RankStatus(start.rank, last_seen=time.monotonic())))
+        self._launcher.fork(theirs)
+        pipe.send(start)
+
+    def _forked(self, pid: int) -> None:
+        next(rank for rank in self._ranks if not rank.status.pid).status.pid = pid
+
+    def _wait(self, deadline: float) -> None:
+        """Until every rank's end has been told, or the launcher that would tell it has gone."""
+        with contextlib.suppress(EOFError):
+            while any(rank.status.pid not in self._launcher.codes for rank in self._ranks):
+                if not self._launcher.wait(max(0.0, deadline - time.monotonic())):
+                    return
+
+    def _launcher_lost(self) -> DiffgenError:
+        kind = WorkerDied if self.ready else StartFailed
+        return kind(self._launcher.ending() or "the launcher closed its pipe")
 
     def _take(self, rank: _Rank, message: FromRank) -> None:
         rank.status.last_seen = time.monotonic()
@@ -136,9 +167,11 @@ class Replica:
             error = rank.status.error
             if error is not None and (late or error.code != PEER_LOST):
                 return error.prefixed(f"rank {rank.status.rank}")
-            if error is None and (late or rank.process.poll() is not None):
+            code = self._launcher.codes.get(rank.status.pid)
+            if error is None and (late or code is not None):
                 kind = WorkerDied if self.ready else StartFailed
-                return kind(f"rank {rank.status.rank} (pid {rank.status.pid}) {_ending(rank.process)}")
+                how = "closed its pipe" if code is None else ending(code)
+                return kind(f"rank {rank.status.rank} (pid {rank.status.pid}) {how}")
         return None
 
     def _overdue(self) -> DiffgenError | None:
@@ -154,48 +187,3 @@ class Replica:
             if beat is not None and beat.unit_since is not None and time.time() - beat.unit_since > run.unit_timeout:
                 return WorkerDied(f"{name} has been in one unit for over {run.unit_timeout:g} s; see unit_timeout")
         return None
-
-
-def _spawn(start: Start) -> _Rank:
-    ours, theirs = multiprocessing.connection.Pipe()
-    # -P keeps the working directory off sys.path: a folder "pipelines" in it is not ours. Its own session, so that a
-    # terminal's Ctrl-C reaches only this process, which then ends the ranks in order.
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "diffgen.server.rank", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=_STDERR,
-            start_new_session=True,
-            env={**_thread_waits(), **os.environ, "PYTHONPATH": _import_path()},
-        )
-    pipe = Pipe(ours, FROM_RANK)
-    pipe.send(start)
-    return _Rank(process, pipe, RankStatus(start.rank, process.pid, last_seen=time.monotonic()))
-
-
-def _thread_waits() -> dict[str, str]:
-    """How long a rank's OpenMP threads spin before they sleep, unless the user's environment says it.
-
-    Threads that spin for long, as is the default, stall by the second on cores that others use as well; threads that
-    sleep at once take half as long again to wake on cores of their own. This many turns, some tens of microseconds,
-    cost a few per cent of either.
-    """
-    return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "10000"}
-
-
-def _import_path() -> str:
-    """Lets a rank import this diffgen also where the parent found it by its own sys.path, as in a notebook."""
-    root = str(Path(__file__).resolve().parents[2])
-    known = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([root, known] if known else [root])
-
-
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    if code is None:
-        return "closed its pipe"
-    if code < 0:
-        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{hint}"
-    return f"ended with exit code {code} and no reason"

@@ -15,6 +15,7 @@ import msgspec
 
 from diffgen.args import ServerArgs, check_args
 from diffgen.errors import DiffgenError, ErrorInfo, GenerationError, ServerError
+from diffgen.server.launcher import Launcher
 from diffgen.server.replica import RankStatus, Replica
 
 _MAX_SOCKET_PATH = 100  # of the 107 bytes that the system allows
@@ -44,6 +45,7 @@ class Supervisor:
         self._address: str | None = None
         self._failures: dict[str, ErrorInfo] = {}
         self._replica: Replica | None = None
+        self._launcher: Launcher | None = None
         self._started = False
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -91,6 +93,8 @@ class Supervisor:
             if self._replica is not None:
                 self._replica.kill()
         self._replica = None
+        if self._launcher is not None:
+            self._launcher.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
         if failure is not None:
             with self._changed:
@@ -123,7 +127,11 @@ class Supervisor:
         if self._address is not None:
             # A port that the system chose for the first life is kept: clients know it.
             args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
-        replica = Replica(args, self._folder, self.restarts, self.socket, dict(deaths), dict(self._failures))
+        if self._launcher is None or self._launcher.ending() is not None:
+            self._launcher = Launcher(args, self._folder)
+        replica = Replica(
+            self._launcher, args, self._folder, self.restarts, self.socket, dict(deaths), dict(self._failures)
+        )
         self._replica = replica
         while not self._stopping.is_set():
             reason = replica.watch(_POLL_S)

@@ -25,12 +25,12 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
         time.sleep(0.05)
 
 
-def rank_processes(run_root: Path) -> list[psutil.Process]:
-    """Ranks, alive, of a run whose TMPDIR is ``run_root``."""
+def rank_processes(run_root: Path, kind: str = "rank") -> list[psutil.Process]:
+    """Ranks, alive, of a run whose TMPDIR is ``run_root``; or its launcher, for "launch", or both, for ""."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() == psutil.STATUS_ZOMBIE or "diffgen.server.rank" not in process.cmdline():
+            if process.status() == psutil.STATUS_ZOMBIE or not process.name().startswith(f"diffgen-{kind}"):
                 continue
             if process.environ().get("TMPDIR") == str(run_root):
                 found.append(process)
@@ -47,7 +47,7 @@ def shared_memory() -> set[str]:
 
 def leftovers(run_root: Path) -> list[str]:
     """Processes and run folders, with their sockets, of a run whose TMPDIR is ``run_root``."""
-    return [*map(str, rank_processes(run_root)), *glob.glob(f"{run_root}/diffgen-*")]
+    return [*map(str, rank_processes(run_root, "")), *glob.glob(f"{run_root}/diffgen-*")]
 
 
 @contextmanager
