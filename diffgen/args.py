@@ -77,6 +77,12 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(description="pixels of all images and frames that may share one forward", extra={"min": 1}),
     ] = 1024 * 1024
     max_running: Annotated[int, Meta(description="requests in flight at a time", extra={"min": 1})] = 32
+    text_cache_mb: Annotated[
+        int, Meta(description="MB of encoded texts that each rank keeps for requests with the same", extra={"min": 0})
+    ] = 256
+    warmup: Annotated[
+        str, Meta(description="sizes to draw before the server is ready, such as 512x512,832x480x17; or off")
+    ] = "off"
     start_timeout: Annotated[
         float,
         Meta(description="seconds until a start that is not done counts as failed", extra={"min": 1, "max": 604800}),
@@ -112,9 +118,21 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     limits: Limits = Limits()
 
 
+def warmup_shapes(text: str) -> list[tuple[int, int, int | None]]:
+    """(width, height, frames) of each size. Raises :class:`InvalidRequest`."""
+    shapes = []
+    for part in [] if text == "off" else text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", part.strip(), re.ASCII)
+        if match is None:
+            refuse("warmup", f"warmup {part!r:.60} must be off, or sizes such as 512x512,480x832x17")
+        shapes.append((int(match[1]), int(match[2]), int(match[3]) if match[3] else None))
+    return shapes
+
+
 def check_args(args: ServerArgs) -> None:
     """Rules that need no device and no model. Raises :class:`InvalidRequest`."""
     check_ranges(args.run)
+    warmup_shapes(args.run.warmup)
     check_degrees(args.run)
     for name in LIMITS:
         value = getattr(args.limits, name)

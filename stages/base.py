@@ -16,6 +16,7 @@ class PipelineStage(abc.ABC):
     name: ClassVar[str]
     prepares: ClassVar[bool] = False
     stepped: ClassVar[bool] = False
+    encodes: ClassVar[bool] = False
 
     def units(self, req: Req) -> int:
         """Units the request has in this stage; 0 skips it."""

@@ -23,6 +23,7 @@ class TextEncodingStage(PipelineStage):
 
     name: ClassVar[str] = "encode"
     prepares: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
 
     def __init__(self, family: EncodesText) -> None:
         self.family = family

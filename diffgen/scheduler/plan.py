@@ -18,6 +18,7 @@ class StageInfo(msgspec.Struct, frozen=True):
     name: str
     prepares: bool = False
     stepped: bool = False
+    encodes: bool = False
 
 
 class Admit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,14 +29,26 @@ class Admit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warnings: tuple[str, ...]
 
 
+class TextSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where ranks keep an encoded text: to be used, with ``hit``, in place of computing the unit; else to be filled."""
+
+    slot: int
+    hit: bool = False
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tick: forget ``drop``, take ``admit``, run the next unit of ``stage`` for ``ids``; or stop."""
+    """One tick: forget ``drop``, take ``admit``, run the next unit of ``stage`` for ``ids``; or stop.
+
+    ``text`` is of the unit's only request; the slots of ``evict`` are to be emptied before.
+    """
 
     tick: int
     drop: tuple[str, ...] = ()
     admit: tuple[Admit, ...] = ()
     stage: int = 0
     ids: tuple[str, ...] = ()
+    text: TextSlot | None = None
+    evict: tuple[int, ...] = ()
     stop: bool = False
 
 
@@ -53,7 +66,8 @@ class Position(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """What a tick did to one request: it moved, it finished (no position), or it failed.
 
-    ``step`` of ``total`` units of ``stage`` are done now.
+    ``step`` of ``total`` units of ``stage`` are done now; ``kept`` are the bytes of an encoded text that
+    the ranks now keep.
     """
 
     id: str
@@ -62,6 +76,7 @@ class Outcome(msgspec.Struct, frozen=True):
     total: int
     position: Position | None = None
     error: ErrorInfo | None = None
+    kept: int = 0
 
     @property
     def finished(self) -> bool:

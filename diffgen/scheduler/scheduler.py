@@ -22,6 +22,7 @@ from diffgen.scheduler.forecast import Forecast
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import Admit, Outcome, Plan, Position, StageInfo
 from diffgen.scheduler.policy import BatchLimits, Policy
+from diffgen.scheduler.texts import TextCache
 from diffgen.wire.messages import (
     Abort,
     Aborted,
@@ -31,6 +32,7 @@ from diffgen.wire.messages import (
     ClientMessage,
     Failed,
     GetStatus,
+    Gone,
     Hello,
     Progress,
     ServerMessage,
@@ -40,6 +42,8 @@ from diffgen.wire.messages import (
 )
 
 MAX_DEATHS = 2  # of the server, while it ran a request, until the request is refused
+# As long as a client of ours waits for a server that has gone.
+GRACE_S = 30.0
 EXPLORE_TICKS = 64  # now and then a batch runs that did not pay before
 
 Answer = tuple[bytes, ServerMessage]
@@ -72,6 +76,9 @@ class Scheduler:
         self._limits = limits
         self._run = run
         self._cost = CostModel(stages)
+        self._stages = stages
+        self._texts = TextCache(run.text_cache_mb * 2**20)
+        self._reused = False  # the last unit took a text from there
         self._clock = clock
         self._restarts = restarts
         self._jobs: dict[str, Job] = {}  # in order of arrival
@@ -79,6 +86,7 @@ class Scheduler:
         self._policy = Policy(self._cost, BatchLimits(run.max_batch_size, run.max_batch_pixels))
         self._forecast = Forecast(jobs, self._cost, self._policy)
         self._admission = Admission(jobs, limits, run.max_running, self._cost, self._policy, self._forecast, memory)
+        self._away: dict[bytes, float] = {}  # clients without a connection, since when
         self._drop: list[str] = []  # ended here, still held by the ranks
         self._tick = 0
         self._finished: collections.Counter[str] = collections.Counter()
@@ -93,8 +101,12 @@ class Scheduler:
         """Nothing to run and nothing to tell the ranks."""
         return not self._jobs and not self._drop
 
-    def handle(self, client: bytes, message: ClientMessage) -> list[Answer]:
+    def handle(self, client: bytes, message: ClientMessage | Gone) -> list[Answer]:
         """Take one message; returns what to send at once."""
+        if isinstance(message, Gone):
+            self._away[client] = self._clock()
+            return []
+        self._away.pop(client, None)
         match message:
             case Hello():
                 return [(client, Welcome(self.epoch, self.model))]
@@ -110,9 +122,8 @@ class Scheduler:
                 reply = (client, Aborted(message.id, found is not None))
                 return [reply] if found is None else [self._cancel(found, "aborted by another client"), reply]
             case Bye():
-                for job in [job for job in self._jobs.values() if job.client == client]:
-                    self._cancel(job, "its client has left")
-                return []
+                self._leave(client, "its client has left")
+        return []
 
     def status(self) -> Status:
         """What is in work, and what has been done."""
@@ -131,6 +142,7 @@ class Scheduler:
             tick_seconds=self._tick_seconds,
             refused=dict(self._refused),
             restarts=self._restarts,
+            text_cache={"hits": self._texts.hits, "misses": self._texts.misses, "bytes": self._texts.bytes},
         )
 
     def _submit(self, client: bytes, message: Submit) -> list[Answer]:
@@ -174,13 +186,21 @@ class Scheduler:
         return client, Failed(request_id, error.info())
 
     def expire(self) -> list[Answer]:
-        """End the requests whose time is over. To be called before each tick."""
+        """End the requests whose time is over, and those of clients that do not come back. To be called before each
+        tick."""
         now = self._clock()
+        for client in [client for client, since in self._away.items() if now - since >= GRACE_S]:
+            del self._away[client]
+            self._leave(client, f"its client has been gone for {GRACE_S:g} s")
         late = [job for job in self._jobs.values() if job.deadline is not None and now >= job.deadline]
         return [self._fail(job, out_of_time(job, self._limits.time)) for job in late]
 
     def _cancel(self, job: Job, reason: str) -> Answer:
         return self._fail(job, RequestCancelled(f"request {job.id} was stopped: {reason}"))
+
+    def _leave(self, client: bytes, reason: str) -> None:
+        for job in [job for job in self._jobs.values() if job.client == client]:
+            self._cancel(job, reason)
 
     def _fail(self, job: Job, error: DiffgenError) -> Answer:
         del self._jobs[job.id]
@@ -202,11 +222,17 @@ class Scheduler:
         explore = self._tick % EXPLORE_TICKS == 0
         flying = [*running, *admitted]
         chosen = self._policy.choose(flying, now, self._admission.free(flying), explore)
+        stage = 0 if not chosen or chosen[0].position is None else chosen[0].position.stage
+        encodes = len(chosen) == 1 and stage < len(self._stages) and self._stages[stage].encodes
+        text = self._texts.look_up(chosen[0].resolved.params) if encodes else None
+        self._reused = text is not None and text.hit
         return Plan(
             tick=self._tick,
             drop=drop,
+            text=text,
+            evict=self._texts.evicted(),
             admit=tuple(Admit(job.id, job.resolved.params, job.resolved.warnings) for job in admitted),
-            stage=0 if not chosen or chosen[0].position is None else chosen[0].position.stage,
+            stage=stage,
             ids=tuple(job.id for job in chosen),
         )
 
@@ -230,7 +256,8 @@ class Scheduler:
             jobs = [self._jobs[outcome.id] for outcome in outcomes]
             self._batches[len(jobs)] += 1
             self._policy.ran(jobs, now)
-            if not failed:
+            self._texts.kept(outcomes[0].kept)
+            if not failed and not self._reused:
                 self._cost.learn_unit(outcomes[0].stage, jobs, seconds)
         for outcome in outcomes:
             job = self._jobs[outcome.id]
@@ -246,7 +273,7 @@ class Scheduler:
                 job.done += 1
                 job.served = now
                 self._units[outcome.stage] += 1
-                if outcome.step == outcome.total:
+                if outcome.step == outcome.total and not self._reused:
                     self._cost.learn_stage(outcome.stage, job, outcome.total, job.timings[outcome.stage])
                 eta = 0.0 if outcome.finished else self._forecast.of(job, now)[1]
                 answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total, eta)))

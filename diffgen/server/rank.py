@@ -228,7 +228,7 @@ def _make_scheduler(start: Start, worker: GPUWorker, folder: Path) -> Scheduler:
         args.run,
         uuid.uuid4().hex,
         deaths=start.deaths,
-        stages=[StageInfo(stage.name, stage.prepares, stage.stepped) for stage in worker.pipeline.stages],
+        stages=[StageInfo(s.name, s.prepares, s.stepped, s.encodes) for s in worker.pipeline.stages],
         restarts=start.restarts,
         memory=RequestMemory(device, args.run.num_gpus, lambda: open_pipeline(folder, empty, torch.device("meta"))),
         failures=start.failures,
@@ -247,24 +247,28 @@ def _lead(
     import msgspec
 
     from diffgen.server.answer import make_result
+    from diffgen.server.outbox import Outbox
+    from diffgen.server.warmup import place, warm_up
     from diffgen.wire.messages import Closing
     from diffgen.wire.router import Router
 
     spec, args = worker.pipeline.spec, start.args
-    router = Router(start.socket, args.listen, inbox)
-    pipe.send(Ready(spec.name, router.address))
 
     def broadcast(plan: Any) -> None:
         worker.control.broadcast(msgspec.msgpack.encode(plan))
 
+    warm_up(args, worker, broadcast)
+    router = Router(start.socket, args.listen, inbox)
+    outbox = Outbox(router)
+    pipe.send(Ready(spec.name, router.address))
     stopping = False
     while not stopping:
-        for item in _received(inbox, wait=scheduler.idle):
+        for item in _received(inbox, outbox.expire() if scheduler.idle else 0.0):
             if isinstance(item, Stop):
                 stopping = True
-                continue
-            for client, answer in scheduler.handle(*item):
-                router.send(client, answer)
+            elif not outbox.take(*item):
+                for client, answer in scheduler.handle(*item):
+                    router.send(client, answer)
         for client, answer in scheduler.expire():
             router.send(client, answer)
         if stopping or scheduler.idle:
@@ -274,10 +278,7 @@ def _lead(
         broadcast(plan)
         began = time.perf_counter()
         outcomes, finished = worker.tick(plan)
-        placed = {outcome.id for outcome in outcomes}
-        for admit in plan.admit:
-            if admit.id not in placed:
-                scheduler.place(admit.id, worker.position(admit.id))
+        place(scheduler, worker, plan, outcomes)
         for client, answer in scheduler.commit(outcomes, time.perf_counter() - began):
             router.send(client, answer)
         for preview, array in worker.previews:
@@ -286,19 +287,20 @@ def _lead(
             job = scheduler.release(req.id)
             faults.at("send", prompts=[req.params.prompt])
             result, tensor = make_result(req, job.timings, worker.executor.device)
-            router.send(job.client, result, tensor)
+            outbox.send(job.client, result, tensor)
     broadcast(scheduler.stop())
     router.close(Closing())
 
 
-def _received(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:
-    """Everything in the inbox; with ``wait``, at least one item."""
-    items = [inbox.get()] if wait else []
-    while True:
-        try:
+def _received(inbox: queue.SimpleQueue[Any], wait: float | None) -> list[Any]:
+    """Everything in the inbox; while it is empty, waits at most ``wait`` seconds, None being for ever."""
+    items: list[Any] = []
+    with contextlib.suppress(queue.Empty):
+        if wait != 0:
+            items.append(inbox.get(timeout=wait))
+        while True:
             items.append(inbox.get_nowait())
-        except queue.Empty:
-            return items
+    return items
 
 
 if __name__ == "__main__":

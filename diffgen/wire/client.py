@@ -41,15 +41,17 @@ from diffgen.wire.messages import (
     Failed,
     GetStatus,
     Hello,
+    Ping,
     Preview,
     Progress,
+    Received,
     Result,
     ServerMessage,
     Status,
     Submit,
     Welcome,
 )
-from diffgen.wire.router import USER
+from diffgen.wire.router import HEARTBEAT_MS, SILENCE_MS, USER
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,6 +101,9 @@ class Connection:
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
+        # A host that is gone without a word ends the connection too.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._token is not None:
@@ -298,6 +303,8 @@ class Connection:
                 for handle in unanswered:
                     self._send_request(Submit(handle.id, handle.params, time.monotonic() - handle.created))
                 self._settled.set()
+            case Ping():
+                pass
             case Closing():
                 self.end(ServerClosed(f"the server at {self.address} was stopped"))
             case Failed(id=""):
@@ -325,6 +332,7 @@ class Connection:
 
     def _on_result(self, message: Result, tensors: list[zmq.Frame]) -> None:
         pixels = _only_array(message.output.tensor, tensors)
+        self._send(Received(message.id))
         handle = self._take(message.id)
         if handle is not None:
             model = "" if self._spec is None else self._spec.name

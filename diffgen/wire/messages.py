@@ -46,6 +46,12 @@ class Cancel(_Message, frozen=True):
     id: RequestId
 
 
+class Received(_Message, frozen=True):
+    """The client has the result of this request, which the server need not keep any longer."""
+
+    id: RequestId
+
+
 class Bye(_Message, frozen=True):
     """The client leaves: its requests are cancelled and nothing more is sent to it."""
 
@@ -60,7 +66,11 @@ class Abort(_Message, frozen=True):
     id: RequestId
 
 
-ClientMessage = Hello | Submit | Cancel | Bye | GetStatus | Abort
+ClientMessage = Hello | Submit | Cancel | Received | Bye | GetStatus | Abort
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """Never sent: how the server's socket tells that a client's connection has ended."""
 
 
 class Welcome(_Message, frozen=True):
@@ -152,6 +162,7 @@ class Status(_Message, frozen=True):
         tick_seconds: all ticks together.
         refused: requests that were not accepted, by error code.
         restarts: how often the ranks have been started again.
+        text_cache: "hits" and "misses" of encoded texts, and the "bytes" of those that each rank keeps.
     """
 
     requests: tuple[RequestStatus, ...]
@@ -165,6 +176,7 @@ class Status(_Message, frozen=True):
     tick_seconds: float
     refused: dict[str, int]
     restarts: int
+    text_cache: dict[str, int]
 
 
 class Aborted(_Message, frozen=True):
@@ -174,8 +186,12 @@ class Aborted(_Message, frozen=True):
     found: bool
 
 
+class Ping(_Message, frozen=True):
+    """Sent to every client every few seconds, to learn whether its connection is still there; needs no answer."""
+
+
 class Closing(_Message, frozen=True):
     """The server stops on purpose; unanswered requests will not be answered."""
 
 
-ServerMessage = Welcome | Accepted | Progress | Preview | Result | Failed | Status | Aborted | Closing
+ServerMessage = Welcome | Accepted | Progress | Preview | Result | Failed | Status | Aborted | Ping | Closing

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import queue
 import socket as socketlib
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -18,11 +18,17 @@ from diffgen.args import ListenArgs
 from diffgen.errors import ErrorInfo, ProtocolError, StartFailed
 from diffgen.wire import codec
 from diffgen.wire.mailbox import Mailbox
-from diffgen.wire.messages import Bye, ClientMessage, Failed, RequestId
+from diffgen.wire.messages import Bye, ClientMessage, Failed, Gone, Ping, RequestId
 
 USER = "diffgen"  # of ZMQ's PLAIN mechanism, whose password is the token
 
-Incoming = tuple[bytes, ClientMessage]
+Incoming = tuple[bytes, ClientMessage | Gone]
+
+# Between sockets, by ZMQ's own threads: a peer that computes or waits answers too.
+HEARTBEAT_MS = 2000
+SILENCE_MS = 30_000
+_PING_S = 2
+_PING = codec.encode(Ping())
 
 
 class _Identified(msgspec.Struct, tag="Submit"):
@@ -33,6 +39,9 @@ class _Identified(msgspec.Struct, tag="Submit"):
 
 class Router:
     """Receives client messages into ``inbox``; sends what :meth:`send` is given. Malformed input is only counted.
+
+    A client whose connection has ended is forgotten, and :class:`Gone` put into the inbox; it is known again by its
+    next message.
 
     Raises :class:`StartFailed` when an address cannot be bound.
     """
@@ -49,6 +58,7 @@ class Router:
         last = self._sockets[-1].getsockopt(zmq.LAST_ENDPOINT)
         self.address = last.rstrip(b"\0").decode() if isinstance(last, bytes) else str(last)
         self._owner: dict[bytes, zmq.Socket[bytes]] = {}
+        self._pinged = time.monotonic()
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._thread.start()
@@ -61,6 +71,10 @@ class Router:
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_BODY)
         # A client keeps its identity over a reconnect, and the new connection must get the replies.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # Sending to a client without a connection fails, which is how its end is seen.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         if token is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
@@ -95,7 +109,7 @@ class Router:
         for socket in self._sockets:
             poller.register(socket, zmq.POLLIN)
         while True:
-            for source, _ in poller.poll():
+            for source, _ in poller.poll(1000 * _PING_S if self._owner else None):
                 if isinstance(source, zmq.Socket):
                     self._receive(source)
                 elif not self._send_waiting():
@@ -103,6 +117,10 @@ class Router:
                         socket.close()
                     self._outgoing.close()
                     return
+            if time.monotonic() - self._pinged > _PING_S:
+                self._pinged = time.monotonic()
+                for client, socket in list(self._owner.items()):
+                    self._deliver(socket, client, _PING)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         # Some at a time, so that a flood from outside cannot hold back the replies.
@@ -149,8 +167,11 @@ class Router:
         return True
 
     def _deliver(self, socket: zmq.Socket[bytes], client: bytes, frames: list[bytes | memoryview]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the client has left
+        try:
             socket.send_multipart([client, *frames], copy=False)
+        except zmq.ZMQError:
+            if self._owner.pop(client, None) is not None:
+                self.inbox.put((client, Gone()))
 
 
 def _refuse_live_ipc(address: str) -> None:

@@ -50,12 +50,14 @@ class Stage(Protocol):
 
     ``name`` is what users see in progress and timings, each only once in a pipeline. A stage that ``prepares`` takes
     little and makes the request ready for work that it may share with others. Units of one that is ``stepped`` are
-    denoising steps: they take equally long, and there are the more of them the more steps were asked for.
+    denoising steps: they take equally long, and there are the more of them the more steps were asked for. What one that
+    ``encodes`` makes, branches and warnings, depends on the parameters alone, not on seed, number of outputs or steps.
     """
 
     name: str
     prepares: bool
     stepped: bool
+    encodes: bool
 
     def units(self, req: Req) -> int:
         """How many units the request has in this stage; 0 skips it. Asked when the request enters the stage."""

@@ -18,7 +18,7 @@ import torch
 
 from diffgen.distributed.groups import Control
 from diffgen.errors import PEER_FAILED, DiffgenError, ErrorInfo, RanksDiverged
-from diffgen.request import Req, TensorHeader, Update
+from diffgen.request import UNSET, Req, TensorHeader, Update
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Admit, Outcome, Plan, Position
 from diffgen.wire.messages import Preview
 from diffgen.worker.context import Pipeline, Stage, StageError
@@ -62,6 +62,7 @@ class GPUWorker:
         self.progress = Progress(units={stage.name: 0 for stage in pipeline.stages})
         self.previews: list[tuple[Preview, Any]] = []  # of the last tick, with their arrays; only on rank 0
         self._reqs: dict[str, Req] = {}
+        self._texts: dict[int, Update] = {}  # encoded, by the slots of the plans; each with its own warnings alone
 
     def tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
         """Carry out a plan: compute, vote, commit. Returns what became of each request, and the finished ones.
@@ -74,12 +75,15 @@ class GPUWorker:
             self._reqs.pop(request_id, None)
         for admit in plan.admit:
             self._reqs[admit.id] = _enter(admit)
+        for slot in plan.evict:
+            del self._texts[slot]
         if not plan.ids:
             return [], {}
         reqs = [self._reqs[request_id] for request_id in plan.ids]
         stage = self.pipeline.stages[plan.stage]
         self.progress.unit_since = time.time()
-        computed = self.executor.run(stage, reqs)
+        reused = self._encoded(plan, reqs[0])
+        computed: list[Update | StageError] = [reused] if reused is not None else self.executor.run(stage, reqs)
         if self.executor.device.type == "cuda":
             torch.cuda.synchronize()
         with self._or_ends(stage, computed):
@@ -155,6 +159,7 @@ class GPUWorker:
         outcomes, finished = [], {}
         for req, update in zip(reqs, computed, strict=True):
             assert isinstance(update, Update)
+            kept = self._keep(plan, req, update)
             total, before = stage.units(req), req.latents
             update.apply(req)
             req.unit += 1
@@ -166,11 +171,26 @@ class GPUWorker:
             if step == total:
                 req.stage, req.unit = req.stage + 1, 0
             position = self._position(req)
-            outcomes.append(Outcome(req.id, stage.name, step, total, position))
+            outcomes.append(Outcome(req.id, stage.name, step, total, position, kept=kept))
             if position is None:
                 finished[req.id] = self._reqs.pop(req.id)
         self.progress.units[stage.name] += len(reqs)
         return outcomes, finished
+
+    def _encoded(self, plan: Plan, req: Req) -> Update | None:
+        """The unit's values where they are kept from an earlier request."""
+        if plan.text is None or not plan.text.hit:
+            return None
+        text = self._texts[plan.text.slot]
+        return dataclasses.replace(text, warnings=(*req.warnings, *text.warnings))
+
+    def _keep(self, plan: Plan, req: Req, update: Update) -> int:
+        """Keep what a unit has encoded, if the plan says so; the bytes of it."""
+        if plan.text is None or plan.text.hit:
+            return 0
+        own = () if update.warnings is UNSET else update.warnings[len(req.warnings) :]
+        self._texts[plan.text.slot] = dataclasses.replace(update, warnings=own)
+        return sum(tensor.nbytes for tensor in _tensors(update.branches))
 
     def _preview(self, req: Req, before: torch.Tensor | None, total: int) -> None:
         assert self.pipeline.preview is not None, "only models with previews take preview_every"

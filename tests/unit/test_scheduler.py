@@ -11,7 +11,8 @@ from scheduling import FAULT, A, B, Driver, Ranks
 from diffgen.errors import GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.scheduler.job import Need
-from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Hello, Progress, Submit, Welcome
+from diffgen.scheduler.scheduler import GRACE_S
+from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Gone, Hello, Progress, Submit, Welcome
 
 Drive = Callable[..., Driver]
 
@@ -357,6 +358,22 @@ def test_bye_cancels_all_of_one_client_and_answers_nothing(drive: Drive) -> None
     assert driver.send(A, Bye()) == []
     driver.drain()
     assert driver.finished == ["b"]
+    assert driver.ranks.held == {}
+
+
+def test_a_client_that_does_not_come_back_in_time_is_one_that_has_left(drive: Drive) -> None:
+    driver = drive(max_running=2)
+    for client in (A, B):
+        driver.submit(client.decode(), client, num_inference_steps=50)
+    for client in (A, B):
+        assert driver.send(client, Gone()) == []
+    driver.now += GRACE_S - 1
+    driver.tick()
+    driver.send(B, Hello())
+    driver.now += 1
+    driver.drain(ticks=100)
+    assert driver.finished == [B.decode()]
+    assert driver.scheduler.status().finished == {"request_cancelled": 1, "done": 1}
     assert driver.ranks.held == {}
 
 

@@ -7,20 +7,37 @@ import pickle
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
 from diffgen.args import ListenArgs
 from diffgen.errors import ConnectionFailed, StartFailed
 from diffgen.params import ModelSpec, SamplingParams
+from diffgen.request import OutputBatch, TensorHeader
+from diffgen.server.outbox import KEEP_BYTES, KEEP_S, Outbox
 from diffgen.wire import codec
 from diffgen.wire.client import Connection
-from diffgen.wire.messages import PROTOCOL_VERSION, Bye, Closing, Failed, Hello, Progress, Submit, Welcome
+from diffgen.wire.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    Closing,
+    Failed,
+    Gone,
+    Hello,
+    Ping,
+    Progress,
+    Received,
+    Result,
+    Submit,
+    Welcome,
+)
 from diffgen.wire.router import USER, Router
 
 TOKEN = "s3cret"
@@ -84,9 +101,11 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def answer(self, seconds: float = 5) -> Any:
-        if not self.socket.poll(int(1000 * seconds)):
-            return None
-        return codec.decode(self.socket.recv_multipart(), _DECODER)
+        while self.socket.poll(int(1000 * seconds)):
+            message = codec.decode(self.socket.recv_multipart()[:2], _DECODER)
+            if not isinstance(message, Ping):
+                return message
+        return None
 
     def hello(self, seconds: float = 5) -> Any:
         try:
@@ -242,3 +261,60 @@ def test_the_path_of_a_live_server_is_not_taken_over(served: Served) -> None:
         Router(served.private, ListenArgs(), queue.SimpleQueue())
     with Raw(served.private) as client:
         assert isinstance(client.hello(), Welcome)
+
+
+def test_a_client_that_vanishes_is_forgotten(served: Served) -> None:
+    with Raw(served.private) as stays:
+        with Raw(served.private) as leaves:
+            assert isinstance(stays.hello(), Welcome)
+            assert isinstance(leaves.hello(), Welcome)
+            assert len(served.router._owner) == 2
+        deadline = time.monotonic() + 10
+        while not any(isinstance(message, Gone) for message in served.seen):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(served.router._owner) == 1
+        assert isinstance(stays.hello(), Welcome)
+
+
+def test_a_result_is_kept_until_its_client_has_it(served: Served) -> None:
+    now = 0.0
+    outbox = Outbox(served.router, lambda: now)
+    submit = Submit("a", SamplingParams(prompt="p"))
+    with Raw(served.private) as client:
+        client.hello()
+        (identity,) = served.router._owner
+        outbox.send(identity, _result("a"), np.zeros(3, np.uint8))
+        assert isinstance(client.answer(), Result)
+        assert not outbox.take(b"another", submit), "ids of other clients are not told apart by chance"
+        assert outbox.take(identity, submit)
+        assert isinstance(client.answer(), Result), "once more"
+        assert outbox.take(identity, Received("a"))
+        assert not outbox.take(identity, submit), "it has been given up"
+    for leaves in (Bye(), None):
+        outbox.send(b"gone", _result("a"), np.zeros(3, np.uint8))
+        if leaves is None:
+            now += KEEP_S - 1
+            assert outbox.expire() == 1
+            now += 1
+            assert outbox.expire() is None
+        else:
+            outbox.take(b"gone", leaves)
+        assert not outbox.take(b"gone", submit)
+    for name in "abc":
+        outbox.send(b"gone", _result(name), np.zeros(KEEP_BYTES // 2, np.uint8))
+    held = [name for name in "abc" if outbox.take(b"gone", Submit(name, submit.params))]
+    assert held == ["b", "c"], "as many bytes as may be, the newest"
+
+
+def _result(request_id: str) -> Result:
+    output = OutputBatch(
+        params=SamplingParams(prompt="p", seed=1),
+        seeds=(1,),
+        warnings=(),
+        timings={},
+        peak_memory_mb=0.0,
+        latent=False,
+        tensor=TensorHeader("uint8", (3,)),
+    )
+    return Result(request_id, output)

@@ -1,0 +1,72 @@
+"""Results that are sent, and kept until their clients have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from diffgen.wire.messages import Bye, ClientMessage, Gone, Received, Result, Submit
+from diffgen.wire.router import Router
+
+KEEP_S = 300.0
+KEEP_BYTES = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    client: bytes
+    result: Result
+    tensor: Any  # numpy array
+    until: float
+
+
+class Outbox:
+    """A result is lost when its connection breaks while it is on its way. So each is kept until its client says that
+    it has it, for at most ``KEEP_S`` seconds and, all together, ``KEEP_BYTES``, the oldest going first; asked for again
+    in that time, it is sent again.
+    """
+
+    def __init__(self, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
+        self._router, self._clock = router, clock
+        self._kept: dict[str, _Kept] = {}  # oldest first
+        self._bytes = 0
+
+    def send(self, client: bytes, result: Result, tensor: Any) -> None:
+        self._drop(result.id)
+        self._kept[result.id] = _Kept(client, result, tensor, self._clock() + KEEP_S)
+        self._bytes += tensor.nbytes
+        while self._bytes > KEEP_BYTES:
+            self._drop(next(iter(self._kept)))
+        self._router.send(client, result, tensor)
+
+    def take(self, client: bytes, message: ClientMessage | Gone) -> bool:
+        """Whether the message was about a kept result, and is done with."""
+        match message:
+            case Received():
+                if self._is(message.id, client):
+                    self._drop(message.id)
+                return True
+            case Submit() if self._is(message.id, client):
+                kept = self._kept[message.id]
+                self._router.send(client, kept.result, kept.tensor)
+                return True
+            case Bye():
+                for request_id in [each for each in self._kept if self._is(each, client)]:
+                    self._drop(request_id)
+        return False
+
+    def expire(self) -> float | None:
+        """Drop what is too old; the seconds until there is more to drop, or None."""
+        now = self._clock()
+        for request_id in [each for each, kept in self._kept.items() if kept.until <= now]:
+            self._drop(request_id)
+        return next((kept.until - now for kept in self._kept.values()), None)
+
+    def _is(self, request_id: str, client: bytes) -> bool:
+        return request_id in self._kept and self._kept[request_id].client == client
+
+    def _drop(self, request_id: str) -> None:
+        kept = self._kept.pop(request_id, None)
+        self._bytes -= 0 if kept is None else kept.tensor.nbytes
