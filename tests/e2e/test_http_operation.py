@@ -196,6 +196,6 @@ def drain(server: Server) -> None:
 def test_sigterm_while_loading(tiny_wan: Path) -> None:
     with run_root() as root:
         with serving(root, str(tiny_wan), ready=False) as server:
-            wait_until(lambda: rank_processes(root), 20, "a rank is started")
+            wait_until(lambda: rank_processes(root, "launch"), 20, "a process is started")
             assert server.stop() == 0
         wait_until(lambda: leftovers(root) == [], 10, "nothing is left")
