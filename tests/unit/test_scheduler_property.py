@@ -74,6 +74,7 @@ class Requests(RuleBasedStateMachine):
         self.open: dict[str, Open] = {}
         self.accepted = self.ended = self.read = self.taken = 0
         self.batch_served = 0.0
+        self.failed_together: set[str] = set()
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -92,6 +93,7 @@ class Requests(RuleBasedStateMachine):
         self.read = len(self.driver.answers)
         if answers and isinstance(answers[0], Accepted):
             assert held is None
+            assert self.driver.deaths[name] < MAX_DEATHS
             assert len(self.open) < self.driver.limits.queue
             assert 0 <= answers[0].ahead <= len(self.open)
             self.open[name] = Open(client, params, self.driver.now)
@@ -131,17 +133,19 @@ class Requests(RuleBasedStateMachine):
         for _ in range(count):
             self._tick()
 
-    @rule()
-    def die(self) -> None:
-        """All are sent again, as their clients do."""
+    @rule(units=st.integers(0, 3))
+    def die(self, units: int) -> None:
+        """After ``units`` more. All are sent again, as their clients do."""
+        for _ in range(0 if self.driver.scheduler.idle else units):
+            self._tick()
         self.driver.die()
+        self.failed_together.clear()
         for name, request in list(self.open.items()):
             request.told = ()
             age = self.driver.now - request.since
             (answer,) = self.driver.send(request.client, Submit(name, request.params, age))
-            if isinstance(answer, Failed):
-                assert answer.error.code == "worker_died"
-                assert self.driver.deaths[name] >= MAX_DEATHS
+            assert isinstance(answer, Failed) == (self.driver.deaths[name] >= MAX_DEATHS)
+            assert isinstance(answer, Accepted) or answer.error.code == "worker_died"
         self.batch_served = self.driver.now
 
     @invariant()
@@ -179,6 +183,7 @@ class Requests(RuleBasedStateMachine):
 
     def _end(self, name: str) -> None:
         del self.open[name]
+        self.failed_together.discard(name)
         self.ended += 1
 
     def _check_reason(self, failed: Failed) -> None:
@@ -195,8 +200,13 @@ class Requests(RuleBasedStateMachine):
                 assert code == "worker_died"
 
     def _tick(self) -> None:
-        now = self.driver.now
-        self._check_plan(self.driver.tick(), now)
+        now, before = self.driver.now, len(self.driver.answers)
+        plan = self.driver.tick()
+        self._check_plan(plan, now)
+        passed = any(isinstance(answer, Progress) for _, answer in self.driver.answers[before:])
+        self.failed_together -= set(plan.ids)
+        if len(plan.ids) > 1 and not passed:
+            self.failed_together |= set(plan.ids)
         self.settled()
 
     def _check_plan(self, plan: Plan, now: float) -> None:
@@ -208,6 +218,7 @@ class Requests(RuleBasedStateMachine):
         outputs = sum(member.params.num_outputs_per_prompt or 1 for member in members)
         assert len(members) == 1 or outputs <= run.max_batch_size
         assert len(members) == 1 or not any(self.driver.deaths[name] for name in plan.ids), "suspects run alone"
+        assert len(members) == 1 or not self.failed_together & set(plan.ids), "each alone after a failure"
         assert len({member.params.width for member in members}) == 1
         for member in members:
             assert now < member.since + (member.params.time_limit or self.driver.limits.time)
