@@ -32,6 +32,9 @@ def bundled_server() -> Iterator[Server]:
         assert leftovers(root) == []
 
 
+expect.set_options(timeout=60_000)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
@@ -110,6 +113,7 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     expect(page.locator("article video")).to_be_visible()  # the server keeps its clips
 
 
+@pytest.mark.timeout(400)  # two starts
 def test_a_restart_under_a_clip(page: Page) -> None:
     """The page waits for the server and shows the clip that the next one makes."""
     with run_root() as root:
@@ -118,7 +122,7 @@ def test_a_restart_under_a_clip(page: Page) -> None:
             page.goto(first.url)
             expect(page.locator("#state")).to_have_text("shapes is ready")
             page.get_by_label("Clip", exact=True).check()
-            generate(page, "a red circle moving up", Steps=60, Frames=5)
+            generate(page, "a red circle moving up", Width=64, Height=64, Steps=80, Frames=5)
             expect(page.locator(".told")).to_have_text(re.compile(r"^[1-9]\d? %"))
             first.process.kill()
             expect(page.locator(".told")).to_have_text("waiting for the server")
@@ -149,7 +153,7 @@ def test_phone_and_keyboard(bundled_server: Server, page: Page) -> None:
 
 def test_key(http_server: Server, page: Page) -> None:
     page.goto(http_server.url)
-    expect(page.locator("#state")).to_contain_text("an API key is missing")
+    expect(page.locator("#state")).to_have_text("This server needs an API key.")
     shot(page, "5-key")
     page.get_by_label("API key").fill("open sesame")
     page.keyboard.press("Enter")

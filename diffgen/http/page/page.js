@@ -241,6 +241,7 @@ async function makeImages(params) {
 
 function plainly(error) {
   if (error instanceof TypeError) return "The server cannot be reached.";
+  if (error.status === 401) return key.value ? "The API key is wrong." : "This server needs an API key.";
   return error.message;
 }
 

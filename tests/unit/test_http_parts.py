@@ -1,0 +1,219 @@
+"""Parts of the HTTP server that need neither a model nor a socket."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from starlette.datastructures import FormData, Headers
+
+from diffgen.errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    DiffgenError,
+    InvalidRequest,
+    NanOutput,
+    OutOfMemory,
+    OutputError,
+    QueueFull,
+    StartFailed,
+    WorkerDied,
+)
+from diffgen.http.args import HttpArgs, is_loopback, names, read_api_keys
+from diffgen.http.bodies import _form_values, parse_json
+from diffgen.http.errors import HttpError, from_diffgen
+from diffgen.http.guard import Access
+from diffgen.http.jobs import percent
+from diffgen.http.params import ImageOptions, as_clip, check_image, known_fields, quality_of, split
+from diffgen.http.schema import request_schema
+from diffgen.http.store import Job, Store
+from diffgen.logs import set_up_logs
+from diffgen.params import ModelSpec, SamplingParams
+from diffgen.wire.messages import Progress
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (InvalidRequest("x"), 400, None),
+        (QueueFull("x", retry_after=7), 503, "7"),
+        (DeadlineExceeded("x"), 504, None),
+        (OutOfMemory("x"), 500, None),
+        (NanOutput("x"), 500, None),
+        (OutputError("x"), 507, None),
+        (WorkerDied("x"), 503, "5"),
+        (WorkerDied("x", retryable=False), 500, None),
+        (ConnectionFailed("x"), 503, "5"),
+    ],
+)
+def test_errors_as_answers(error: DiffgenError, status: int, retry: str | None) -> None:
+    answer = from_diffgen(error).response()
+    assert answer.status_code == status
+    assert answer.headers.get("retry-after") == retry
+    assert answer.headers["x-should-retry"] == ("false" if retry is None else "true")
+    assert json.loads(bytes(answer.body))["error"]["code"] == error.code
+
+
+def test_json_bodies() -> None:
+    assert parse_json(b'{"a": [1, null, "\\u00e9"]}') == {"a": [1, None, "é"]}
+    for wrong in (b"", b"{", b"[]", b"1", b"\xff", b'{"a":NaN}', b'{"a":Infinity}', b'{"a":1,"a":1}', b"[" * 10**5):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_json(wrong)
+        assert caught.value.code == "invalid_json"
+
+
+def test_form_texts_become_the_types_of_their_fields() -> None:
+    known = known_fields(ImageOptions)
+    form = FormData(
+        [("prompt", "12"), ("n", "2"), ("guidance_scale", "4.5"), ("seed", "x"), ("stream", "true"), ("size", "")]
+    )
+    expected = {"prompt": "12", "n": 2, "guidance_scale": 4.5, "seed": "x", "stream": True}
+    assert _form_values(form, known) == expected
+    assert _form_values(FormData([("seed", "1_0"), ("fps", "nan")]), known) == {"seed": "1_0", "fps": "nan"}
+    with pytest.raises(InvalidRequest, match="twice"):
+        _form_values(FormData([("n", "1"), ("n", "2")]), known)
+
+
+def test_split() -> None:
+    params, options, warnings = split(
+        {
+            "prompt": "a",
+            "n": 2,
+            "style": "vivid",
+            "quality": "auto",
+            "output_quality": "low",
+            "generator_device": "cuda",
+        },
+        ImageOptions,
+        ignore_unknown=False,
+    )
+    assert (params.num_outputs_per_prompt, quality_of(options)) == (2, 35)
+    assert [warning.split()[0] for warning in warnings] == ["style", "generator_device"]
+    with pytest.raises(InvalidRequest, match="did you mean 'seed'"):
+        split({"prompt": "a", "sede": 1}, ImageOptions, ignore_unknown=False)
+    assert split({"prompt": "a", "sede": 1}, ImageOptions, ignore_unknown=True)[2] == [
+        "'sede' has no effect: it is not known"
+    ]
+    assert check_image(params, options).num_frames == 1
+
+
+def test_a_clip_has_a_length(model: ModelSpec) -> None:
+    assert as_clip(SamplingParams(prompt="a"), model).seconds is None, "the model's own"
+    still = ModelSpec(name="m", family="f", defaults={}, size_multiple=8, frame_stride=0)
+    with pytest.raises(InvalidRequest, match="still images"):
+        as_clip(SamplingParams(prompt="a"), still)
+
+
+def test_the_schema_has_the_fields_rules() -> None:
+    schema = request_schema(known_fields(ImageOptions))
+    assert schema["properties"]["seed"] == {
+        "description": schema["properties"]["seed"]["description"],
+        "type": ["integer", "null"],
+        "minimum": 0,
+        "maximum": 2**63 - 1,
+    }
+    assert schema["properties"]["n"]["maximum"] == 10
+    assert "output_type" not in schema["properties"]
+    assert not schema["additionalProperties"]
+
+
+def test_access() -> None:
+    access = Access([b"k1", b"k2"], ["localhost"], ["https://ours.example"])
+
+    def code(path: str, **headers: str) -> str | None:
+        try:
+            access.check(path, Headers({"host": "localhost:8000", **headers}))
+        except HttpError as error:
+            return error.code
+        return None
+
+    assert code("/v1/models") == "invalid_api_key"
+    assert code("/v1/models", authorization="Bearer k2") is None
+    assert code("/v1/models", authorization="Bearer k") == "invalid_api_key"
+    assert code("/health") is None
+    assert code("/health", host="evil.example") == "host_not_allowed"
+    assert code("/health", origin="http://evil.example") == "origin_not_allowed"
+    assert code("/health", origin="http://localhost:8000") is None
+    assert code("/health", origin="https://ours.example") is None
+
+
+def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIFFGEN_API_KEY", raising=False)
+    assert read_api_keys(HttpArgs()) == ()
+    with pytest.raises(InvalidRequest, match="no API key is set"):
+        read_api_keys(HttpArgs(host="0.0.0.0"))
+    assert read_api_keys(HttpArgs(host="0.0.0.0", insecure=True)) == ()
+    (tmp_path / "keys").write_text("a\n\n b \n")
+    monkeypatch.setenv("DIFFGEN_API_KEY", "c")
+    assert read_api_keys(HttpArgs(host="0.0.0.0", api_key_file=str(tmp_path / "keys"))) == (b"a", b"b", b"c")
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(InvalidRequest, match="holds no key"):
+        read_api_keys(HttpArgs(api_key_file=str(tmp_path / "keys")))
+    assert [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "example.org")] == [True] * 3 + [
+        False
+    ] * 2
+    assert names(" a, b,,") == ("a", "b")
+
+
+def job(number: int, **changes: object) -> Job:
+    fields = {"id": f"video_{number}", "model": "m", "params": SamplingParams(prompt="a"), "created_at": 1.0}
+    return Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "data")
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(StartFailed, match="another server"):
+        Store(tmp_path / "data")
+    jobs = [store.add(job(number)) for number in range(3)]
+    assert store.page(None, 2, True) == jobs[:0:-1]
+    assert store.page("video_1", 5, True) == jobs[:1]
+    assert store.page("video_1", 5, False) == jobs[2:]
+    assert store.page("nope", 5, True) is None
+    first = store.add(job(7, key="k"))
+    assert store.add(job(8, key="k")) == first, "an Idempotency-Key makes one job"
+    store.write("video_0", "mp4", lambda path: path.write_bytes(b"x"))
+    assert store.delete("video_0")
+    assert not store.delete("video_0")
+    assert not store.path("video_0", "mp4").exists()
+    store.close()
+    again = Store(tmp_path / "data")
+    assert [each.id for each in again.unfinished()] == ["video_1", "video_2", "video_7"]
+    again.write("video_1", "mp4", lambda path: path.write_bytes(b"x"))
+    again.update(job(1, status="completed", expires_at=time.time() - 1))
+    again.update(job(2, status="failed", expires_at=time.time() - 90_000))
+    again.sweep()
+    assert not again.path("video_1", "mp4").exists()
+    assert again.get("video_1") is not None, "an expired job is remembered for a day"
+    assert again.get("video_2") is None
+    again.write("video_9", "mp4", lambda path: path.write_bytes(b"x"))
+    again.update(job(9, status="completed"))
+    assert not again.path("video_9", "mp4").exists(), "of a job deleted meanwhile nothing stays"
+    again.close()
+
+
+def test_progress_grows_with_the_work() -> None:
+    events = [("encode", 1, 1), *(("denoise", k, 4) for k in range(1, 5)), ("decode", 1, 2), ("decode", 2, 2)]
+    found = [percent(Progress("i", *event)) for event in events]
+    assert found == sorted(found)
+    assert found[1] > 0
+    assert found[-1] < 100
+
+
+def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:]
+    try:
+        set_up_logs("info", "json", "http")
+        logging.getLogger("a").info("said %s", "x", extra={"request_id": "r"})
+        line = json.loads(capsys.readouterr().err)
+        set_up_logs("info", "text", "rank 0")
+        logging.getLogger("a").warning("y", extra={"n": 1})
+        text = capsys.readouterr().err
+    finally:
+        logging.getLogger().handlers[:] = before
+    expected = {"level": "info", "process": "http", "logger": "a", "message": "said x", "request_id": "r"}
+    assert {name: line[name] for name in expected} == expected
+    assert text.endswith("rank 0 WARNING a: y n=1\n")
