@@ -24,6 +24,7 @@ from diffgen.loading.index import read_index
 from diffgen.media.save import SaveOptions, check_save, save_result
 from diffgen.params import Limits, ModelSpec, SamplingParams, parse_params
 from diffgen.result import GenerationResult
+from diffgen.server.controller import DataParallelController
 from diffgen.server.replica import RankStatus
 from diffgen.server.supervisor import Supervisor
 from diffgen.wire.client import Connection
@@ -51,7 +52,10 @@ class DiffGenerator:
     """
 
     def __init__(
-        self, connection: Connection | HttpConnection, model: ModelSpec, supervisor: Supervisor | None
+        self,
+        connection: Connection | HttpConnection,
+        model: ModelSpec,
+        supervisor: Supervisor | DataParallelController | None,
     ) -> None:
         self.model = model
         self._connection = connection
@@ -96,7 +100,7 @@ class DiffGenerator:
             for connection in connections:
                 connection.end(error)
 
-        supervisor = Supervisor(args, fail)
+        supervisor = (DataParallelController if args.run.dp_size > 1 else Supervisor)(args, fail)
         try:
             supervisor.start()
             # Whether the server comes back is the supervisor's to say.

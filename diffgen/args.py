@@ -63,6 +63,11 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     parallel_decode: Annotated[
         bool, Meta(description="share the decode among all ranks of a replica, where the VAE can be split")
     ] = True
+    dp_size: Annotated[int, Meta(description="replicas, each with its share of num_gpus", extra={"min": 1})] = 1
+    dp_policy: Annotated[
+        Literal["least_cost", "least_requests", "round_robin", "affinity"],
+        Meta(description="which replica a request goes to"),
+    ] = "least_cost"
     device: Annotated[
         Literal["cpu", "cuda"] | None, Meta(description="kind of device; cuda where there is one, else cpu")
     ] = None

@@ -69,9 +69,18 @@ class ParallelDims:
         return place
 
 
+def ranks_of_replica(run: RunArgs) -> int:
+    """Ranks of each of ``dp_size`` replicas. Raises :class:`InvalidRequest` where ``num_gpus`` does not divide."""
+    if run.num_gpus % run.dp_size:
+        below = run.num_gpus // run.dp_size * run.dp_size
+        legal = " or ".join(str(each) for each in (below, below + run.dp_size) if each > 0)
+        refuse("dp_size", f"num_gpus {run.num_gpus} does not divide by dp_size {run.dp_size}; use num_gpus {legal}")
+    return run.num_gpus // run.dp_size
+
+
 def check_degrees(run: RunArgs) -> None:
     """The rules that need no model. Raises :class:`InvalidRequest` naming every factor."""
-    world, asked = run.num_gpus, _asked(run)
+    world, asked = ranks_of_replica(run), _asked(run)
     if run.sp_degree is not None and (run.ulysses_degree, run.ring_degree) != (None, None):
         ulysses, ring = run.ulysses_degree, run.ring_degree
         whole = None not in (ulysses, ring)
@@ -87,8 +96,10 @@ def check_degrees(run: RunArgs) -> None:
         product = math.prod(asked.values())
         if product != world:
             factors = " x ".join(f"{name} {value}" for name, value in asked.items())
-            rule = f"{factors} = {product} ranks, but num_gpus is {world}"
-            refuse("num_gpus", f"{rule}; use num_gpus {product}, or degrees whose product is {world}")
+            replicas = f" x dp_size {run.dp_size}" if run.dp_size > 1 else ""
+            total = product * run.dp_size
+            rule = f"{factors}{replicas} = {total} ranks, but num_gpus is {run.num_gpus}"
+            refuse("num_gpus", f"{rule}; use num_gpus {total}, or degrees whose product is {world}")
 
 
 def choose_dims(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims, str]:
@@ -97,7 +108,7 @@ def choose_dims(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims
     Degrees that are given are taken; ``num_gpus`` alone is shared out. Raises :class:`InvalidRequest`.
     """
     check_degrees(run)
-    world, asked = run.num_gpus, _asked(run)
+    world, asked = ranks_of_replica(run), _asked(run)
     if world == 1:
         return ParallelDims(), "one rank"
     if not asked:
@@ -134,10 +145,10 @@ def _shared_out(world: int, model: Abilities, name: str) -> tuple[ParallelDims, 
         dims = ParallelDims(rest, 1, 1, cfg)
         why = "; ".join(filter(None, [why, f"weights over {rest}, since {model.sequence}"]))
     elif rest > 1:
-        legal = "num_gpus 2" if model.guided and not model.rows else "num_gpus 1"
+        legal = "num_gpus 2, or " if model.guided and not model.rows else ""
         reasons = "; ".join(dict.fromkeys(filter(None, (model.sequence, model.tensor))))
         rule = f"{name} cannot be split over {world} ranks: {reasons}"
-        refuse("num_gpus", f"{rule}; use {legal}", "unsupported_layout")
+        refuse("num_gpus", f"{rule}; use {legal}dp_size {world} for so many replicas", "unsupported_layout")
     else:
         dims = ParallelDims(cfg=cfg)
     return dims, why

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from safetensors import safe_open
 
 from diffgen.distributed.axis import AxisGroup
@@ -74,8 +73,9 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
             continue
         values = _slice(name, stored, style, kind, module, group).to(old.dtype)
         module._parameters[kind] = torch.nn.Parameter(values, requires_grad=False)
-    if isinstance(model, transformers.PreTrainedModel):
-        model.tie_weights()
+    tie: Any = getattr(model, "tie_weights", None)  # transformers' models have it
+    if tie is not None:
+        tie()
     left = sorted(name for name, each in model.named_parameters() if each.is_meta)
     if left:
         raise ModelError(f"the weights in {folder} lack {', '.join(left[:5])}", code="model_incomplete")

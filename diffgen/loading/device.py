@@ -12,14 +12,22 @@ from diffgen.distributed.groups import RankInfo
 from diffgen.errors import StartFailed
 
 
-def choose_device(run: RunArgs, info: RankInfo) -> torch.device:
-    """This rank's device; sets it up. Raises :class:`StartFailed` where there are too few."""
+def choose_device(run: RunArgs, info: RankInfo, first: int = 0) -> torch.device:
+    """This rank's device, on CUDA that number ``first`` + rank; sets it up.
+
+    Raises :class:`StartFailed` where there are too few.
+    """
     count = torch.cuda.device_count()
     kind = run.device or ("cuda" if count else "cpu")
     if kind == "cuda":
-        if count < info.size:
-            raise StartFailed(f"num_gpus={info.size} but there are {count} CUDA devices; use fewer, or device='cpu'")
-        device = torch.device("cuda", info.rank)
+        if count < first + info.size:
+            needed = (
+                f"num_gpus={info.size}"
+                if first == 0
+                else f"a replica needs the devices {first} to {first + info.size - 1}"
+            )
+            raise StartFailed(f"{needed} but there are {count} CUDA devices; use fewer, or device='cpu'")
+        device = torch.device("cuda", first + info.rank)
         torch.cuda.set_device(device)
         return device
     # Ranks of one machine talk on the loopback interface.

@@ -33,6 +33,7 @@ class Start(_Message, frozen=True):
     socket: str
     deaths: dict[str, int]
     failures: dict[str, ErrorInfo]
+    first_device: int = 0  # rank 0's, where several replicas share a machine
 
 
 class Stop(_Message, frozen=True):

@@ -140,7 +140,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     from diffgen.worker.worker import GPUWorker
 
     info = RankInfo(start.rank, args.run.num_gpus)
-    device = choose_device(args.run, info)
+    device = choose_device(args.run, info, start.first_device)
     control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", device)
     faults = Faults.from_environment(info.rank, Path(start.run_folder))
     faults.at("load")

@@ -56,6 +56,7 @@ class Replica:
         socket: str,
         deaths: dict[str, int],
         failures: dict[str, ErrorInfo],
+        first_device: int = 0,
     ) -> None:
         self.ready = False
         self.journal: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Replica:
         self._ended_at: float | None = None  # of the first rank
         try:
             for rank in range(args.run.num_gpus):
-                self._spawn(Start(args, rank, str(folder), life, socket, deaths, failures))
+                self._spawn(Start(args, rank, str(folder), life, socket, deaths, failures, first_device))
         except BaseException:
             self.kill()
             raise

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from diffgen.args import ServerArgs, check_args
-from diffgen.errors import DiffgenError, ErrorInfo, GenerationError, ServerError
+from diffgen.errors import DiffgenError, ErrorInfo, GenerationError, ServerError, StartFailed
 from diffgen.server.launcher import Launcher
 from diffgen.server.replica import RankStatus, Replica
 
@@ -34,13 +34,24 @@ class Supervisor:
     on its thread.
     """
 
-    def __init__(self, args: ServerArgs, on_failure: Callable[[DiffgenError], None] = lambda error: None) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        on_failure: Callable[[DiffgenError], None] = lambda error: None,
+        *,
+        on_death: Callable[[tuple[str, ...]], None] = lambda journal: None,
+        first_device: int = 0,
+    ) -> None:
+        """``on_death`` is called with the suspects of each death; ``first_device`` is rank 0's, of several replicas."""
         check_args(args)
         self.args = args
         self.failure: DiffgenError | None = None  # why there is no replica any more
         self.restarts = 0
+        self.suspects: collections.Counter[str] = collections.Counter()  # by id, deaths of the replica
         self._on_failure = on_failure
-        self._folder = _make_run_folder()
+        self._on_death = on_death
+        self._first_device = first_device
+        self._folder = make_run_folder()
         self.socket = f"ipc://{self._folder}/s"
         self._address: str | None = None
         self._failures: dict[str, ErrorInfo] = {}
@@ -65,13 +76,15 @@ class Supervisor:
         self._thread.start()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self.failure is not None or self._started)
+                self._changed.wait_for(lambda: self.failure or self._started or self._stopping.is_set())
         except BaseException:
             self.stop()
             raise
         if self.failure is not None:
             self._thread.join()
             raise self.failure
+        if not self._started:
+            raise StartFailed("stopped while it started")
 
     def ranks(self) -> list[RankStatus]:
         """Status of every rank of the present replica, as of now."""
@@ -81,6 +94,8 @@ class Supervisor:
     def stop(self) -> None:
         """End the replica after its current unit, or kill it after ten seconds; remove the folder. Repeatable."""
         self._stopping.set()
+        with self._changed:
+            self._changed.notify_all()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -105,10 +120,9 @@ class Supervisor:
 
     def _live(self) -> DiffgenError | None:
         """Life after life, until told to stop (None) or it makes no sense to go on (the reason)."""
-        deaths: collections.Counter[str] = collections.Counter()
         recent: list[float] = []
         while True:
-            reason = self._one_life(deaths)
+            reason = self._one_life()
             if reason is None or not self._started:
                 return reason
             now = time.monotonic()
@@ -121,7 +135,7 @@ class Supervisor:
                 return None
             self.restarts += 1
 
-    def _one_life(self, deaths: collections.Counter[str]) -> DiffgenError | None:
+    def _one_life(self) -> DiffgenError | None:
         """Start a replica and watch it. Returns why it has died, or None when it was told to stop."""
         args = self.args
         if self._address is not None:
@@ -129,17 +143,17 @@ class Supervisor:
             args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
         if self._launcher is None or self._launcher.ending() is not None:
             self._launcher = Launcher(args, self._folder)
-        replica = Replica(
-            self._launcher, args, self._folder, self.restarts, self.socket, dict(deaths), dict(self._failures)
-        )
+        past = (dict(self.suspects), dict(self._failures), self._first_device)
+        replica = Replica(self._launcher, args, self._folder, self.restarts, self.socket, *past)
         self._replica = replica
         while not self._stopping.is_set():
             reason = replica.watch(_POLL_S)
             if reason is not None:
                 replica.kill()
-                deaths.update(replica.journal)
+                self.suspects.update(replica.journal)
                 if isinstance(reason, GenerationError) and len(replica.journal) == 1:
                     self._failures[replica.journal[0]] = reason.info()
+                self._on_death(replica.journal)
                 return reason
             if replica.ready and not self._started:
                 with self._changed:
@@ -149,7 +163,7 @@ class Supervisor:
         return None
 
 
-def _make_run_folder() -> Path:
+def make_run_folder() -> Path:
     """A private folder (0700) with a path short enough for sockets."""
     folder = tempfile.mkdtemp(prefix="diffgen-")
     if len(folder) > _MAX_SOCKET_PATH:

@@ -8,6 +8,7 @@ import queue
 import socket as socketlib
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -46,7 +47,7 @@ class Router:
     Raises :class:`StartFailed` when an address cannot be bound.
     """
 
-    def __init__(self, private: str, listen: ListenArgs, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, private: str, listen: ListenArgs, inbox: queue.SimpleQueue[Any] | Mailbox[Any]) -> None:
         self.inbox = inbox
         self.malformed = 0
         self._outgoing: Mailbox[tuple[bytes, list[bytes | memoryview]] | None] = Mailbox()
@@ -92,6 +93,10 @@ class Router:
 
     def send(self, client: bytes, message: msgspec.Struct, tensor: Any = None) -> None:
         self._outgoing.put((client, codec.encode(message, tensor)))
+
+    def forward(self, client: bytes, frames: Sequence[Any]) -> None:
+        """Send a message that is encoded already, as another server has sent it."""
+        self._outgoing.put((client, [frame.buffer for frame in frames]))
 
     def close(self, farewell: msgspec.Struct) -> None:
         """Send what is waiting and ``farewell`` to every client, then close the sockets."""

@@ -54,6 +54,8 @@ def test_every_rank_is_in_one_group_of_each_axis(tp: int, ulysses: int, ring: in
         (DIT, {"num_gpus": 8, "sp_degree": 8, "ulysses_degree": 2}, ParallelDims(ulysses=2, ring=4)),
         (DIT, {"num_gpus": 4, "ulysses_degree": 2, "enable_cfg_parallel": True}, ParallelDims(ulysses=2, cfg=2)),
         (DIT, {"num_gpus": 6, "tp_size": 2, "cfg_degree": 3}, ParallelDims(tp=2, cfg=3)),
+        (WHOLE, {"num_gpus": 4, "dp_size": 4}, ParallelDims()),
+        (DIT, {"num_gpus": 4, "dp_size": 2}, ParallelDims(cfg=2)),
         (UNET, {"num_gpus": 3, "cfg_degree": 3}, ParallelDims(cfg=3)),
     ],
 )
@@ -80,7 +82,9 @@ def test_layouts(model: Abilities, run: dict[str, Any], dims: ParallelDims) -> N
         (UNET, {"num_gpus": 2, "tp_size": 2}, "tp_size", ["UNet"]),
         (UNET, {"num_gpus": 2, "ring_degree": 2}, "ring_degree", ["UNet"]),
         (MASKED, {"num_gpus": 2, "ulysses_degree": 2}, "ulysses_degree", ["mask"]),
-        (WHOLE, {"num_gpus": 2}, "num_gpus", ["whole", "num_gpus 1"]),
+        (WHOLE, {"num_gpus": 2}, "num_gpus", ["whole", "dp_size 2"]),
+        (DIT, {"num_gpus": 5, "dp_size": 2}, "dp_size", ["5", "2", "num_gpus 4 or 6"]),
+        (DIT, {"num_gpus": 4, "dp_size": 2, "tp_size": 4}, "num_gpus", ["tp_size 4 x dp_size 2 = 8", "num_gpus 8"]),
         (WHOLE, {"num_gpus": 2, "cfg_degree": 2}, "cfg_degree", ["whole"]),
     ],
 )

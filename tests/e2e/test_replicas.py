@@ -1,0 +1,87 @@
+"""Several replicas behind one address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import leftovers, run_root, wait_until
+
+from diffgen import DiffGenerator
+from diffgen.errors import RequestCancelled, StartFailed
+from diffgen.handle import GenerationHandle
+from diffgen.wire.messages import Progress
+
+pytestmark = pytest.mark.slow
+
+FAST: dict[str, Any] = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": 1}
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with run_root() as folder:
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield folder
+
+
+def _running(generator: DiffGenerator, **case: Any) -> GenerationHandle:
+    handle = generator.submit("a", **{**FAST, **case})
+    next(event for event in handle.events() if isinstance(event, Progress) and event.stage == "denoise")
+    return handle
+
+
+def test_two_replicas(tiny_wan: Path, root: Path, tiny_generator: DiffGenerator) -> None:
+    """Requests are shared out and make the pixels of one rank, also those of a replica that dies; a request that has no
+    part in the death moves to the other at once. Status and abort speak for both."""
+    expected = tiny_generator.generate("a", **FAST).pixels
+    options: dict[str, Any] = {"num_gpus": 2, "dp_size": 2, "dp_policy": "round_robin", "log_level": "error"}
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
+        assert [rank.rank for rank in generator.ranks()] == [0, 1]
+        for handle in [generator.submit("a", **FAST) for _ in range(4)]:
+            assert np.abs(handle.result(60).pixels.astype(int) - expected).max() <= 1
+        time.sleep(1.2)  # a heartbeat later
+        beats = [rank.heartbeat for rank in generator.ranks()]
+        assert [beat and beat.units["denoise"] for beat in beats] == [4, 4]
+        status = generator.status()
+        assert status.finished == {"done": 4}
+        assert status.units["denoise"] == 8
+        first, second = (_running(generator, num_inference_steps=900) for _ in range(2))
+        assert {each.id for each in generator.status().requests} == {first.id, second.id}
+        with DiffGenerator.connect(generator.address) as other:
+            assert other.abort(second.id)
+            assert not other.abort(second.id)
+            with pytest.raises(RequestCancelled, match="cancelled by its client"):
+                second.result(60)
+        first.cancel()
+        with pytest.raises(RequestCancelled):
+            first.result(60)
+        _kill_one(generator, expected)
+    assert leftovers(root) == []
+
+
+def _kill_one(generator: DiffGenerator, expected: Any) -> None:
+    """Of four requests, those of the dead replica's last tick wait for its next life, the others do not."""
+    handles = [_running(generator, num_inference_steps=200) for _ in range(2)]
+    waiting = [generator.submit("a", **FAST) for _ in range(4)]
+    os.kill(generator.ranks()[0].pid, signal.SIGKILL)
+    for handle in waiting:
+        assert np.abs(handle.result(60).pixels.astype(int) - expected).max() <= 1
+    for handle in handles:
+        assert handle.result(120).pixels.shape == expected.shape
+    wait_until(lambda: len(generator.ranks()) == 2, 60, "both replicas")
+    assert generator.status().restarts == 1
+
+
+def test_one_that_cannot_start_ends_all(tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica has a rank 1; a fault is counted in the folder of its own replica."""
+    monkeypatch.setenv("DIFFGEN_FAULT", "raise@load:0:0")
+    with pytest.raises(StartFailed, match="rank 0: RuntimeError: fault on purpose"):
+        DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", num_gpus=2, dp_size=2, log_level="error")
+    assert leftovers(root) == []
