@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import safe_open
@@ -49,15 +49,31 @@ def class_plan(kind: type[torch.nn.Module]) -> TensorPlan | None:
     return TensorPlan(texts)
 
 
-def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan: TensorPlan, group: AxisGroup) -> None:
-    """Fill a model on the device "meta" with this rank's slices of the weights in ``folder``, in its own dtypes.
+class Stored(Protocol):
+    """A tensor that can be sliced before it is read; safetensors' slices are some."""
 
-    Only the slices are read into memory. Raises :class:`ModelError` naming a width that does not divide.
+    def get_shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan: TensorPlan, group: AxisGroup) -> None:
+    """:func:`fill_sliced` with the weights in ``folder``, of which only the slices are read into memory."""
+    fill_sliced(model, stored_weights(folder, variant), plan, group, str(folder))
+
+
+def fill_sliced(
+    model: torch.nn.Module, weights: Iterable[tuple[str, Stored]], plan: TensorPlan, group: AxisGroup, source: str
+) -> None:
+    """Fill a model on the device "meta" with this rank's slices of ``weights``, by name, in its own dtypes.
+
+    Raises :class:`ModelError`, naming the ``source``, for a width that does not divide, and for weights that are not
+    the model's.
     """
     styles = _by_module(model, plan.styles)
     missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-    for name, stored in _stored(folder, variant):
+    for name, stored in weights:
         if name not in missing:
             continue  # of another head of the model, as its class's own loading ignores it
         missing.discard(name)
@@ -67,7 +83,7 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
         assert old is not None
         if tuple(stored.get_shape()) != shapes[name]:
             rule = f"{name} has the shape {stored.get_shape()}, not {shapes[name]}"
-            raise ModelError(f"cannot load {folder}: {rule}", code="model_incomplete")
+            raise ModelError(f"cannot load {source}: {rule}", code="model_incomplete")
         if kind == "bias" and style in ("rowwise", "packed_rowwise") and group.rank > 0:
             module.register_parameter("bias", None)  # it is added once
             continue
@@ -78,7 +94,7 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
         tie()
     left = sorted(name for name, each in model.named_parameters() if each.is_meta)
     if left:
-        raise ModelError(f"the weights in {folder} lack {', '.join(left[:5])}", code="model_incomplete")
+        raise ModelError(f"the weights in {source} lack {', '.join(left[:5])}", code="model_incomplete")
     for pattern, attributes in plan.heads.items():
         for name in _names(model, pattern):
             module = model.get_submodule(name)
@@ -88,7 +104,7 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
     _connect(model, styles, group)
 
 
-def _stored(folder: Path, variant: str | None) -> Iterator[tuple[str, Any]]:
+def stored_weights(folder: Path, variant: str | None) -> Iterator[tuple[str, Stored]]:
     """Names of the stored tensors, each with a view that can be sliced before it is read."""
     infix = f".{variant}" if variant else ""
     index = next(iter(sorted(folder.glob(f"*.safetensors.index{infix}.json"))), None)
@@ -107,7 +123,7 @@ def _stored(folder: Path, variant: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def _slice(
-    name: str, stored: Any, style: Style | None, kind: str, module: torch.nn.Module, group: AxisGroup
+    name: str, stored: Stored, style: Style | None, kind: str, module: torch.nn.Module, group: AxisGroup
 ) -> torch.Tensor:
     def part(size: int) -> slice:
         width = _share(name, size, group)
@@ -115,9 +131,9 @@ def _slice(
 
     shape = stored.get_shape()
     if style is None or (style in ("rowwise", "packed_rowwise") and kind == "bias"):
-        return stored[:] if shape else stored[...]  # type: ignore[no-any-return]
+        return stored[:] if shape else stored[...]
     if style == "rowwise" or isinstance(module, torch.nn.Embedding):
-        return stored[:, part(shape[1])]  # type: ignore[no-any-return]
+        return stored[:, part(shape[1])]
     if style == "packed_rowwise":
         # The attention's output, as wide as the layer's own, before what else there is.
         widths = [shape[0], shape[1] - shape[0]]
@@ -127,7 +143,7 @@ def _slice(
             cuts.append(stored[:, start + own.start : start + own.stop])
             start += width
         return torch.cat(cuts, dim=1)
-    return stored[part(shape[0])]  # type: ignore[no-any-return]
+    return stored[part(shape[0])]
 
 
 def _share(name: str, size: int, group: AxisGroup) -> int:

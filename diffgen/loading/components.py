@@ -94,12 +94,12 @@ def _empty_models(
                 continue
         if hasattr(model, "tie_weights"):
             model.tie_weights()  # each place of a shared weight has become a parameter of its own
-        _set_dtype(model, dtypes.get(name, dtypes["default"]))
+        set_dtype(model, dtypes.get(name, dtypes["default"]))
         found[name] = model.eval()
     return found
 
 
-def _set_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def set_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """As ``from_pretrained`` does, which keeps in float32 what the model's class names."""
     names: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict"):  # transformers' alone has it

@@ -205,15 +205,15 @@ class DataParallelController:
             case Cancel():
                 job = self._jobs.get(message.id)
                 if job is not None and job.client == client:
-                    self._cancel(message, "cancelled by its client")
+                    self._cancel(message.id, "cancelled by its client")
             case Bye():
                 for request_id in [name for name, job in self._jobs.items() if job.client == client]:
-                    self._cancel(Cancel(request_id), "its client has left")
+                    self._cancel(request_id, "its client has left")
             case Abort():
                 found = message.id in self._jobs
-                self._send(client, Aborted(message.id, found))
                 if found:
-                    self._cancel(message, "aborted by another client")
+                    self._cancel(message.id, "aborted by another client")
+                self._send(client, Aborted(message.id, found))
             case GetStatus():
                 self._questions.append((client, {}))
                 for backend in self._backends.values():
@@ -259,12 +259,12 @@ class DataParallelController:
                 loads[job.replica].cost += job.left
         return loads
 
-    def _cancel(self, message: Cancel | Abort, reason: str) -> None:
-        job = self._jobs[message.id]
-        if job.replica is not None and self._backends[job.replica].up:
-            self._backends[job.replica].send(Cancel(message.id))  # it answers, and so does this
-        else:
-            self._fail(message.id, RequestCancelled(f"request {message.id} was stopped: {reason}"))
+    def _cancel(self, request_id: str, reason: str) -> None:
+        """Answer at once; what its replica says of it later is passed over."""
+        replica = self._jobs[request_id].replica
+        if replica is not None:
+            self._backends[replica].send(Cancel(request_id))
+        self._fail(request_id, RequestCancelled(f"request {request_id} was stopped: {reason}"))
 
     def _fail(self, request_id: str, error: DiffgenError) -> None:
         self._send(self._jobs.pop(request_id).client, Failed(request_id, error.info()))

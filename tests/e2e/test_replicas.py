@@ -57,7 +57,7 @@ def test_two_replicas(tiny_wan: Path, root: Path, tiny_generator: DiffGenerator)
         with DiffGenerator.connect(generator.address) as other:
             assert other.abort(second.id)
             assert not other.abort(second.id)
-            with pytest.raises(RequestCancelled, match="cancelled by its client"):
+            with pytest.raises(RequestCancelled, match="aborted by another client"):
                 second.result(60)
         first.cancel()
         with pytest.raises(RequestCancelled):

@@ -1,0 +1,253 @@
+"""A denoising step in each layout against one rank: time, CPU, bytes and how far the result is away.
+
+    python benchmarks/parallel.py [--model wan-15m] [--steps 6] [--world 2] [--layouts "tp 2,ulysses 2"]
+
+Each rank is a process with one thread, or a CUDA device with ``--device cuda``. The model is random, made on the device
+by the rank itself, slice by slice. A step is one forward of two rows, as of a guided request. DESIGN's bars at two
+ranks, in CPU seconds a rank: CFG 1.9, Ulysses 1.85, TP 1.8, Ring 1.65.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from accelerate import init_empty_weights
+
+from diffgen.args import RunArgs
+from diffgen.distributed.attention import UnifiedAttention
+from diffgen.distributed.dims import AXES, ParallelDims
+from diffgen.distributed.groups import RankInfo, join
+from diffgen.distributed.layout import Layout, make_layout
+from diffgen.distributed.rows import map_rows_over
+from diffgen.distributed.sequence import split_tokens
+from diffgen.distributed.tensor import TensorPlan, class_plan, fill_sliced
+from diffgen.loading.components import set_dtype
+from diffgen.loading.device import choose_device
+from diffgen.worker.context import Row
+from pipelines.wan import WanPipeline
+
+# Class, its settings, shape of the latents of a row, text tokens and their width.
+_WAN = {"patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16}
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, int]]] = {
+    "wan-tiny": (
+        "WanTransformer3DModel",
+        {**_WAN, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "ffn_dim": 128, "text_dim": 32},
+        (16, 1, 6, 10),
+        (16, 32),
+    ),
+    "wan-15m": (
+        "WanTransformer3DModel",
+        {**_WAN, "num_attention_heads": 6, "attention_head_dim": 64, "num_layers": 6, "ffn_dim": 1536, "text_dim": 256},
+        (16, 1, 64, 64),
+        (64, 256),
+    ),
+    "wan-1.3b": (
+        "WanTransformer3DModel",
+        {**_WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960}
+        | {"text_dim": 4096},
+        (16, 21, 60, 104),
+        (512, 4096),
+    ),
+    "flux.1": ("FluxTransformer2DModel", {"guidance_embeds": True}, (4096, 64), (512, 4096)),
+    "flux-tiny": (
+        "FluxTransformer2DModel",
+        {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4}
+        | {"joint_attention_dim": 32, "pooled_projection_dim": 768, "axes_dims_rope": (4, 6, 6)}
+        | {"guidance_embeds": True},
+        (15, 16),
+        (7, 32),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    model: str
+    dims: ParallelDims
+    steps: int
+    device: str
+    dtype: str
+    rows: int = 2  # in one forward; 1 shows what another batch size does to the result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="wan-15m")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--layouts", help="such as 'tp 2,ulysses 2 x ring 2'; one axis each when left out")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    options = parser.parse_args()
+    layouts = [parse_dims(text) for text in options.layouts.split(",")] if options.layouts else one_axis(options.world)
+    table(options.model, layouts, options.steps, options.device, options.dtype)
+
+
+def one_axis(world: int) -> list[ParallelDims]:
+    return [ParallelDims(**{axis: world}) for axis in reversed(AXES) if axis != "cfg" or world == 2]
+
+
+def parse_dims(text: str) -> ParallelDims:
+    """Of "ulysses 2 x ring 2"."""
+    return ParallelDims(**{name: int(degree) for name, degree in (part.split() for part in text.split(" x "))})
+
+
+def table(model: str, layouts: list[ParallelDims], steps: int, device: str, dtype: str) -> None:
+    """Print a line a layout. The difference is mean and largest, relative to the largest value of one rank's."""
+    print(f"{model}, {steps} steps of two rows, {dtype} on {device}, one thread a rank\n")
+    print("| layout | CPU seconds a rank | wall | MB sent a rank | mean difference | largest |")
+    print("|---|---|---|---|---|---|")
+    alone, whole = run(Job(model, ParallelDims(), steps, device, dtype))
+    single = run(Job(model, ParallelDims(), 1, device, dtype, rows=1))[1]
+    print(
+        f"| one rank | {alone[0]['cpu']:.3f} | {alone[0]['wall']:.3f} | 0 | two batch sizes: {_apart(single, whole)} |"
+    )
+    for dims in layouts:
+        ranks, output = run(Job(model, dims, steps, device, dtype))
+        cpu, wall = (max(rank[name] for rank in ranks) for name in ("cpu", "wall"))
+        sent = max(rank["sent"] for rank in ranks) / 1e6
+        gains = f"{cpu:.3f} ({alone[0]['cpu'] / cpu:.2f}x) | {wall:.3f} ({alone[0]['wall'] / wall:.2f}x)"
+        print(f"| {dims} | {gains} | {sent:.2f} | {_apart(output, whole)} |", flush=True)
+
+
+def _apart(output: torch.Tensor, whole: torch.Tensor) -> str:
+    difference = (output - whole).abs()
+    return f"{difference.mean() / whole.abs().mean():.1e} | {difference.max() / whole.abs().max():.1e}"
+
+
+def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """Each rank's medians a step, and the prediction (rows, ...) in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps(dataclasses.asdict(job))
+        command = [sys.executable, __file__, "--rank"]
+        ranks = [
+            subprocess.Popen([*command, text, str(rank), folder], stdout=subprocess.PIPE, text=True)
+            for rank in range(job.dims.world)
+        ]
+        try:
+            answers = [rank.communicate()[0] for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(process.returncode for process in ranks):
+            raise SystemExit(f"a rank of {job} failed")
+        return [json.loads(answer) for answer in answers], torch.load(f"{folder}/output", weights_only=True)
+
+
+def _rank(job: Job, rank: int, folder: Path) -> None:
+    info = RankInfo(rank, job.dims.world)
+    device = choose_device(RunArgs(device=job.device, threads=1), info)
+    join(info, folder / "rendezvous", device)
+    layout = make_layout(job.dims, info, device)
+    model = _model(job, layout, device)
+    inputs = [_inputs(job.model, index, device, model.dtype) for index in range(2)]
+    rows = [Row(latents, torch.tensor(500.0, device=device), branch, "") for latents, branch in inputs]
+
+    def predict(share: Any) -> list[torch.Tensor]:
+        if len(share) > job.rows:
+            return [each for row in share for each in predict([row])]
+        latents = torch.cat([row.latents for row in share])
+        branch = {name: torch.cat([row.branch[name] for row in share]) for name in share[0].branch}
+        return list(_forward(job.model, model, latents, branch, device).split(1))
+
+    def step() -> list[torch.Tensor]:
+        if layout.cfg.size > 1:
+            return map_rows_over(layout.cfg, predict, rows, lambda predict, share: predict(share))
+        return predict(rows)
+
+    times: list[tuple[float, float, int]] = []
+    with torch.inference_mode():
+        output = torch.cat(step())
+        for _ in range(job.steps):
+            before = sum(group.sent for group in layout.groups().values())
+            cpu, wall = time.process_time(), time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            sent = sum(group.sent for group in layout.groups().values()) - before
+            times.append((time.process_time() - cpu, time.perf_counter() - wall, sent))
+    if info.leads:
+        torch.save(output.float().cpu(), folder / "output")
+    medians = [statistics.median(values) for values in zip(*times, strict=True)]
+    print(json.dumps(dict(zip(("cpu", "wall", "sent"), medians, strict=True))))
+
+
+def _model(job: Job, layout: Layout, device: torch.device) -> Any:
+    name, settings, _, _ = MODELS[job.model]
+    kind = getattr(diffusers, name)
+    with init_empty_weights():
+        model = kind(**settings).eval()
+    set_dtype(model, getattr(torch, job.dtype))
+    plan = WanPipeline.tensor_plans["transformer"] if name.startswith("Wan") else class_plan(kind)
+    assert plan is not None
+    fill_sliced(model, _random_weights(model, device), plan if layout.tp.size > 1 else TensorPlan({}), layout.tp, name)
+    model.to(device)
+    if layout.sequence.size > 1:
+        split_tokens(model, layout.sequence, UnifiedAttention(layout.ulysses, layout.ring))
+    return model
+
+
+class _Weight:
+    """A whole weight, made when it is sliced."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._name, self._shape, self._dtype, self._device = name, shape, dtype, device
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(self._name.encode()))
+        values = torch.randn(self._shape, generator=generator, dtype=self._dtype, device=self._device)
+        is_norm = len(self._shape) == 1 and "norm" in self._name and self._name.endswith("weight")
+        whole = 1 + 0.1 * values if is_norm else values * max(self._shape[-1], 64) ** -0.5
+        return whole[index].clone()
+
+
+def _random_weights(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, _Weight]]:
+    for name, parameter in model.named_parameters():
+        yield name, _Weight(name, tuple(parameter.shape), parameter.dtype, device)
+
+
+def _inputs(model: str, index: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, Any]]:
+    _, _, shape, text = MODELS[model]
+    generator = torch.Generator().manual_seed(index)
+    latents = torch.randn(1, *shape, generator=generator).to(device, dtype)
+    branch = {"encoder_hidden_states": torch.randn(1, *text, generator=generator).to(device, dtype)}
+    if model.startswith("flux"):
+        branch["pooled_projections"] = torch.randn(1, 768, generator=generator).to(device, dtype)
+    return latents, branch
+
+
+def _forward(
+    name: str, model: Any, latents: torch.Tensor, branch: dict[str, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    timestep = torch.full((len(latents),), 500.0, device=device)
+    if name.startswith("wan"):
+        return model(latents, timestep, return_dict=False, **branch)[0]  # type: ignore[no-any-return]
+    text, tokens = branch["encoder_hidden_states"].shape[1], torch.arange(latents.shape[1], device=device)
+    ids = torch.stack([torch.zeros_like(tokens), tokens // 64, tokens % 64], dim=1).float()
+    guidance = torch.full((len(latents),), 3.5, device=device)
+    positions = {"img_ids": ids, "txt_ids": torch.zeros(text, 3, device=device), "guidance": guidance}
+    return model(latents, timestep=timestep / 1000, return_dict=False, **branch, **positions)[0]  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        values = json.loads(sys.argv[2])
+        _rank(Job(**{**values, "dims": ParallelDims(**values["dims"])}), int(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        main()
