@@ -38,8 +38,8 @@ class Backend:
         self._socket.connect(address)
 
     @staticmethod
-    def wait(mailbox: Mailbox[Any], backends: list[Backend]) -> set[Backend]:
-        """Those that have something to :meth:`receive`, once there is any or the mailbox has something."""
+    def wait(mailbox: Mailbox[Any], backends: list[Backend], timeout_ms: int | None) -> set[Backend]:
+        """Those that have something to :meth:`receive`, once there is any, the mailbox has something, or too late."""
         poller = zmq.Poller()
         poller.register(mailbox.fileno(), zmq.POLLIN)
         sources: dict[Any, Backend] = {}
@@ -47,7 +47,7 @@ class Backend:
             sources |= {backend._socket: backend, backend._monitor: backend}
         for source in sources:
             poller.register(source, zmq.POLLIN)
-        return {sources[source] for source, _ in poller.poll() if source in sources}
+        return {sources[source] for source, _ in poller.poll(timeout_ms) if source in sources}
 
     def send(self, message: msgspec.Struct) -> None:
         """Send, or do nothing where the replica is away."""

@@ -18,6 +18,7 @@ from diffgen.args import ListenArgs, ServerArgs, check_args
 from diffgen.distributed.dims import ranks_of_replica
 from diffgen.errors import DiffgenError, InvalidRequest, RequestCancelled, ServerError, WorkerDied
 from diffgen.params import ModelSpec
+from diffgen.scheduler.scheduler import GRACE_S
 from diffgen.server.backend import Backend
 from diffgen.server.dispatch import Dispatcher, Load, request_cost
 from diffgen.server.replica import RankStatus
@@ -32,9 +33,11 @@ from diffgen.wire.messages import (
     Closing,
     Failed,
     GetStatus,
+    Gone,
     Hello,
     Preview,
     Progress,
+    Received,
     Result,
     ServerMessage,
     Status,
@@ -42,6 +45,8 @@ from diffgen.wire.messages import (
     Welcome,
 )
 from diffgen.wire.router import Router
+
+_MOST_SERVED = 4096
 
 
 @dataclasses.dataclass
@@ -84,6 +89,8 @@ class DataParallelController:
         self._backends: dict[int, Backend] = {}
         self._dispatcher = Dispatcher(args.run.dp_policy)
         self._jobs: dict[str, _Job] = {}
+        self._served: dict[str, int] = {}  # replicas of the latest results, which keep them for a while
+        self._away: dict[bytes, float] = {}  # clients whose connection has ended, since when
         self._questions: collections.deque[tuple[bytes, dict[int, Status]]] = collections.deque()
         self._router: Router | None = None
         self._spec: ModelSpec | None = None
@@ -177,7 +184,7 @@ class DataParallelController:
 
     def _turn(self) -> bool:
         """Take what has come; False when told to stop."""
-        ready = Backend.wait(self._inbox, list(self._backends.values()))
+        ready = Backend.wait(self._inbox, list(self._backends.values()), 1000 if self._away else None)
         for index, backend in list(self._backends.items()):
             if backend in ready:
                 for message, frames in backend.receive():
@@ -189,14 +196,28 @@ class DataParallelController:
                 self._on_death(item)
             else:
                 self._from_client(*item)
+        for client in [each for each, since in self._away.items() if time.monotonic() - since > GRACE_S]:
+            self._leave(client)
         return self.failure is None
 
     def _send(self, client: bytes, message: ServerMessage) -> None:
         assert self._router is not None
         self._router.send(client, message)
 
+    def _leave(self, client: bytes) -> None:
+        self._away.pop(client, None)
+        for request_id in [name for name, job in self._jobs.items() if job.client == client]:
+            self._cancel(request_id, "its client has left")
+
     def _from_client(self, client: bytes, message: Any) -> None:
+        self._away.pop(client, None)
         match message:
+            case Gone():
+                self._away[client] = time.monotonic()
+            case Received():
+                replica = self._served.pop(message.id, None)
+                if replica in self._backends:
+                    self._backends[replica].send(message)
             case Hello():
                 assert self._spec is not None
                 self._send(client, Welcome(self._epoch, self._spec))
@@ -207,8 +228,7 @@ class DataParallelController:
                 if job is not None and job.client == client:
                     self._cancel(message.id, "cancelled by its client")
             case Bye():
-                for request_id in [name for name, job in self._jobs.items() if job.client == client]:
-                    self._cancel(request_id, "its client has left")
+                self._leave(client)
             case Abort():
                 found = message.id in self._jobs
                 if found:
@@ -237,7 +257,11 @@ class DataParallelController:
             cost = request_cost(message.params, self._spec.defaults)
             arrived = time.monotonic() - message.age
             self._jobs[message.id] = job = _Job(client, message, arrived, cost, cost)
-            self._dispatch(job)
+            job.replica = self._served.pop(message.id, None)
+            if job.replica in self._backends:
+                self._resend(job)  # it has the result, which was lost on its way
+            else:
+                self._dispatch(job)
 
     def _dispatch(self, job: _Job) -> None:
         up = sorted(index for index, backend in self._backends.items() if backend.up)
@@ -299,6 +323,10 @@ class DataParallelController:
             job.left = job.cost * (1 - message.step / message.total)
         if isinstance(message, Result | Failed):
             del self._jobs[message.id]
+        if isinstance(message, Result):
+            self._served[message.id] = index
+            while len(self._served) > _MOST_SERVED:
+                del self._served[next(iter(self._served))]
         assert self._router is not None
         self._router.forward(job.client, frames)
 
@@ -354,4 +382,5 @@ def merged(parts: Sequence[Status], restarts: int) -> Status:
         tick_seconds=sum(part.tick_seconds for part in parts),
         refused=total("refused"),
         restarts=restarts,
+        text_cache=total("text_cache"),
     )
