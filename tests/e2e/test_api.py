@@ -177,6 +177,8 @@ def test_queue_full_is_said_at_once(server: DiffGenerator) -> None:
     with pytest.raises(QueueFull, match="limit is 6") as caught:
         refused[0].result()
     assert caught.value.retryable
+    assert caught.value.retry_after is not None
+    assert caught.value.retry_after > 0
     for handle in handles:
         wait_until(handle.done, 30, "every request is answered")
 

@@ -17,6 +17,7 @@ from processes import leftovers, rank_processes, read_line, run_root, script, sh
 
 from diffgen import DiffGenerator
 from diffgen.errors import (
+    DeadlineExceeded,
     DiffgenError,
     GenerationError,
     NanOutput,
@@ -265,7 +266,7 @@ def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
 
 
 def test_one_rank(tiny_wan: Path, root: Path) -> None:
-    """An idle rank sleeps; its command line and environment hold no secret."""
+    """A time limit ends what runs; an idle rank sleeps; its command line and environment hold no secret."""
     with DiffGenerator.from_pretrained(
         str(tiny_wan),
         device="cpu",
@@ -273,7 +274,17 @@ def test_one_rank(tiny_wan: Path, root: Path) -> None:
         address="tcp://127.0.0.1:*",
         token="sesame",
     ) as generator:
+        with pytest.raises(DeadlineExceeded, match="its time_limit of 1 s is over") as late:
+            generator.generate("a", time_limit=1.0, **{**FAST, "num_inference_steps": 900})
+        assert late.value.code == "deadline_exceeded"
         generator.generate("a", **FAST)
+        with pytest.raises(DeadlineExceeded, match="takes about") as impossible:
+            generator.generate("a", time_limit=0.01, **{**FAST, "num_inference_steps": 900})
+        assert impossible.value.code == "deadline_impossible"
+        status = generator.status()
+        assert (status.running, status.queued, status.restarts) == (0, 0, 0)
+        assert status.finished == {"deadline_exceeded": 1, "done": 1}
+        assert status.refused == {"deadline_impossible": 1}
         process = psutil.Process(generator.ranks()[0].pid)
         before = sum(process.cpu_times()[:2])
         time.sleep(3)
