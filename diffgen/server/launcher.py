@@ -53,6 +53,7 @@ class Launcher:
         """Take one message. Raises :class:`EOFError` when the process has gone."""
         match self._pipe.receive():
             case Forked() as forked:
+                self.codes.pop(forked.pid, None)  # of an earlier process
                 self.on_fork(forked.pid)
             case Exited() as exited:
                 self.codes[exited.pid] = exited.code

@@ -22,6 +22,7 @@ _MAX_SOCKET_PATH = 100  # of the 107 bytes that the system allows
 _POLL_S = 0.2
 # Deaths this long ago say nothing of the present.
 _WINDOW_S = 600.0
+# By the number of lives in a row that have not become ready.
 _BACK_OFF_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
@@ -121,8 +122,10 @@ class Supervisor:
     def _live(self) -> DiffgenError | None:
         """Life after life, until told to stop (None) or it makes no sense to go on (the reason)."""
         recent: list[float] = []
+        stillborn = 0
         while True:
             reason = self._one_life()
+            stillborn = 0 if self._replica is not None and self._replica.ready else stillborn + 1
             if reason is None or not self._started:
                 return reason
             now = time.monotonic()
@@ -131,7 +134,7 @@ class Supervisor:
             recent = [*(earlier for earlier in recent if now - earlier < _WINDOW_S), *died]
             if len(recent) > self.args.run.max_restarts:
                 return reason.prefixed(f"given up after {len(recent)} failure(s) in a row, the last")
-            if self._stopping.wait(_BACK_OFF_S[max(0, min(len(recent), len(_BACK_OFF_S)) - 1)]):
+            if self._stopping.wait(_BACK_OFF_S[min(stillborn, len(_BACK_OFF_S) - 1)]):
                 return None
             self.restarts += 1
 

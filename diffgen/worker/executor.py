@@ -46,12 +46,13 @@ class ParallelExecutor:
                 if len(updates) != len(reqs):
                     raise RuntimeError(f"the stage returned {len(updates)} updates for {len(reqs)} requests")
                 return [_checked(stage, update) for update in updates]
-        except torch.OutOfMemoryError as error:
-            self._free_memory()
-            failure: DiffgenError = OutOfMemory(f"out of memory in {stage.name}: {error}; ask for a smaller size or n")
         except DiffgenError as error:
-            failure = error.prefixed(stage.name)
+            failure: DiffgenError = error.prefixed(stage.name)
         except Exception as error:
+            if _is_lack_of_memory(error):
+                self._free_memory()
+                lack = f"out of memory in {stage.name}: {str(error) or 'MemoryError'}"
+                return [StageError(OutOfMemory(f"{lack}; ask for a smaller size or n")) for _ in reqs]
             # A failing model must not take the rank with it: whatever it raises is the answer of these requests.
             logger.exception("%s failed", stage.name)
             failure = GenerationError(f"{stage.name} failed: {type(error).__name__}: {error}")
@@ -66,6 +67,12 @@ class ParallelExecutor:
     def _free_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    # PyTorch has no type of its own for what the CPU's allocator says.
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _forwards(predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:

@@ -69,6 +69,13 @@ def test_what_a_stage_raises_is_every_members_error(error: Exception, kind: type
         assert words in item.error.message
 
 
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**50), lambda: bytearray(2**60)])
+def test_lack_of_memory_on_a_cpu_is_told_as_such(allocate: Any) -> None:
+    for item in run(lambda reqs, ctx: allocate()):
+        assert isinstance(item, StageError)
+        assert type(item.error) is OutOfMemory
+
+
 def test_an_interrupt_is_not_an_answer() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(raising(KeyboardInterrupt()))  # type: ignore[arg-type]
