@@ -6,7 +6,6 @@ import time
 import uuid
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 import tiny_models
@@ -17,23 +16,29 @@ from diffgen.errors import DiffgenError, InvalidRequest, NanOutput, RequestCance
 from diffgen.handle import GenerationHandle
 from diffgen.params import parse_params
 from diffgen.wire import codec
-from diffgen.wire.messages import Hello, ServerMessage, Submit, Welcome
+from diffgen.wire.messages import Accepted, Hello, Ping, ServerMessage, Submit, Welcome
 
 EARLY, LATE, WINDOW = 200, 1000, 20
+_DECODER = codec.server_message_decoder()
 TINY = {"width": 32, "height": 32, "num_frames": 1, "num_inference_steps": 1}
 
 
 def _abandon(address: str, seed: int) -> None:
     """A request of a client whose connection breaks without a word."""
-    decoder: msgspec.msgpack.Decoder[ServerMessage] = codec.server_message_decoder()
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         socket.send_multipart(codec.encode(Hello()))
-        assert isinstance(codec.decode(socket.recv_multipart(), decoder), Welcome)
+        assert isinstance(_answer(socket), Welcome)
         params = parse_params({"prompt": "a", "seed": seed, **TINY})
         socket.send_multipart(codec.encode(Submit(uuid.uuid4().hex, params)))
-        socket.recv_multipart()  # it has been taken
+        assert isinstance(_answer(socket), Accepted)
+
+
+def _answer(socket: zmq.Socket[bytes]) -> ServerMessage:
+    while isinstance(message := codec.decode(socket.recv_multipart()[:2], _DECODER), Ping):
+        pass
+    return message
 
 
 def _send(generator: DiffGenerator, number: int) -> GenerationHandle | None:
