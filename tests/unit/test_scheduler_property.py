@@ -60,9 +60,9 @@ class Requests(RuleBasedStateMachine):
     @initialize(
         poison=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3), max_size=3),
         blame_all=st.booleans(),
-        batch=st.integers(1, 5),
-        running=st.integers(1, 4),
-        queue=st.integers(1, 6),
+        batch=st.integers(1, 6),
+        running=st.integers(1, 5),
+        queue=st.integers(1, 7),
         memory=st.sampled_from([None, Bytes()]),
     )
     def begin(
@@ -102,6 +102,13 @@ class Requests(RuleBasedStateMachine):
             assert (answers == []) == (held.client == client)
         else:
             assert answers[0].error.code in ("queue_full", "deadline_impossible", "worker_died")
+
+    @rule(names=st.permutations(NAMES), ticks=st.integers(4, 7))
+    def burst(self, names: list[str], ticks: int) -> None:
+        """Some that can share steps."""
+        for name in names[:4]:
+            self.submit(name, A, steps=4, outputs=1, width=64, priority=None, time_limit=None)
+        self.ticks(0 if self.driver.scheduler.idle else ticks)
 
     @rule(name=st.sampled_from(NAMES), client=CLIENTS)
     def cancel(self, name: str, client: bytes) -> None:
@@ -147,6 +154,7 @@ class Requests(RuleBasedStateMachine):
             assert isinstance(answer, Failed) == (self.driver.deaths[name] >= MAX_DEATHS)
             assert isinstance(answer, Accepted) or answer.error.code == "worker_died"
         self.batch_served = self.driver.now
+        self.ticks(0 if self.driver.scheduler.idle else 5)
 
     @invariant()
     def settled(self) -> None:
@@ -237,7 +245,7 @@ TestRequests = pytest.mark.timeout(120)(Requests.TestCase)
 TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32), load=st.floats(0.3, 1.5), batch=st.integers(1, 4))
 def test_none_starves(seed: int, load: float, batch: int) -> None:
     """A clip, a bulk request and one of many outputs get their units while short ones keep coming, more than can be
