@@ -67,7 +67,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_kill_9_of_the_parent_leaves_nothing(tiny_wan: Path, root: Path, when: str) -> None:
     with script(USER, root, str(tiny_wan), "2", when) as process:
         read_line(process, "starting")
-        wait_until(lambda: len(rank_processes(root)) == 2, 60, "both ranks run")
+        wait_until(lambda: len(rank_processes(root)) == 2, 150, "both ranks run")
         if when != "load":
             read_line(process, "ready")
         if when == "denoise":
