@@ -111,7 +111,7 @@ class ImageAnswer:
 
     async def images(self, result: GenerationResult) -> list[dict[str, Any]]:
         """One entry an image: ``b64_json`` or ``url``, its seed and size."""
-        contents = await asyncio.to_thread(self._encode, result)
+        contents, texts = await asyncio.to_thread(self._encode, result)
         image_id = f"img_{self.work.handle.id}"
         height, width = result.pixels.shape[2:4]
         if self.options.response_format == "url":
@@ -119,19 +119,21 @@ class ImageAnswer:
             kind = f"image/{self.format}"
             await asyncio.to_thread(self.service.store.add_image, image_id, contents, kind, expires)
         found = []
-        for variant, (content, seed) in enumerate(zip(contents, result.seeds, strict=True)):
+        for variant, (text, seed) in enumerate(zip(texts, result.seeds, strict=True)):
             entry: dict[str, Any] = {"seed": seed, "width": width, "height": height}
             if self.options.response_format == "url":
                 base = self.service.base_url(self.request)
                 entry["url"] = f"{base}/v1/images/{image_id}/content?variant={variant}"
             else:
-                entry["b64_json"] = base64.b64encode(content).decode()
+                entry["b64_json"] = text
             found.append({**entry, "revised_prompt": None})
         return found
 
-    def _encode(self, result: GenerationResult) -> list[bytes]:
+    def _encode(self, result: GenerationResult) -> tuple[list[bytes], list[str]]:
+        """The files, and the same in base64."""
         clips = zip(result.pixels, result.seeds, strict=True)
-        return [self.encode(clip[0], result, seed) for clip, seed in clips]
+        files = [self.encode(clip[0], result, seed) for clip, seed in clips]
+        return files, [base64.b64encode(file).decode() for file in files]
 
     def encode(self, image: Any, result: GenerationResult | None = None, seed: int = 0) -> bytes:
         """(height, width, 3) as a file of the format asked for."""

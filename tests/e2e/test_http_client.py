@@ -91,7 +91,7 @@ def test_command_line(http_server: Server, tmp_path: Path) -> None:
 
 
 FEW = settings(
-    max_examples=8, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=5, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 CONFORMS = [response_schema_conformance, content_type_conformance, status_code_conformance]
 

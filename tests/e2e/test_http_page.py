@@ -25,11 +25,11 @@ SCREENSHOTS = os.environ.get("SCREENSHOTS")
 
 @pytest.fixture(scope="module")
 def bundled_server() -> Iterator[Server]:
-    """``diffgen serve`` as it is without any option but a port of its own."""
+    """``diffgen serve`` with the bundled model. The last test of this file kills it."""
     with run_root() as root:
-        with serving(root) as server:
+        with serving(root, "--data-path", str(root / "data")) as server:
             yield server
-        assert leftovers(root) == []
+        wait_until(lambda: leftovers(root) == [], 10, "nothing is left")
 
 
 expect.set_options(timeout=60_000)
@@ -113,24 +113,6 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     expect(page.locator("article video")).to_be_visible()  # the server keeps its clips
 
 
-@pytest.mark.timeout(400)  # two starts
-def test_a_restart_under_a_clip(page: Page) -> None:
-    """The page waits for the server and shows the clip that the next one makes."""
-    with run_root() as root:
-        with serving(root, "--data-path", str(root / "data")) as first:
-            port = first.url.rpartition(":")[2]
-            page.goto(first.url)
-            expect(page.locator("#state")).to_have_text("shapes is ready")
-            page.get_by_label("Clip", exact=True).check()
-            generate(page, "a red circle moving up", Width=64, Height=64, Steps=80, Frames=5)
-            expect(page.locator(".told")).to_have_text(re.compile(r"^[1-9]\d? %"))
-            first.process.kill()
-            expect(page.locator(".told")).to_have_text("waiting for the server")
-            shot(page, "3-waiting")
-        with serving(root, "--data-path", str(root / "data"), "--port", port):
-            expect(page.locator("article video")).to_be_visible()
-
-
 def test_phone_and_keyboard(bundled_server: Server, page: Page) -> None:
     page.set_viewport_size({"width": 375, "height": 720})
     page.goto(bundled_server.url)
@@ -161,3 +143,21 @@ def test_key(http_server: Server, page: Page) -> None:
     policy = http_server.http.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
+
+
+@pytest.mark.timeout(400)
+def test_a_restart_under_a_clip(bundled_server: Server, page: Page) -> None:
+    """The page waits for the server and shows the clip that the next one makes."""
+    page.goto(bundled_server.url)
+    expect(page.locator("#state")).to_have_text("shapes is ready")
+    page.get_by_label("Clip", exact=True).check()
+    generate(page, "a red circle moving up", Width=64, Height=64, Steps=80, Frames=5)
+    card = page.locator("article").first
+    expect(card.locator(".told")).to_have_text(re.compile(r"^[1-9]\d? %"))
+    bundled_server.process.kill()
+    expect(card.locator(".told")).to_have_text("waiting for the server")
+    shot(page, "3-waiting")
+    arguments = ("--data-path", str(bundled_server.root / "data"), "--port", bundled_server.url.rpartition(":")[2])
+    with serving(bundled_server.root, *arguments):
+        expect(card.locator("video")).to_be_visible()
+        shot(page, "6-after")

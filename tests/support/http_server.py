@@ -22,10 +22,11 @@ LONG: dict[str, Any] = {**SMALL, "num_inference_steps": 900}
 
 
 class Server:
-    """One server process. ``url`` has no slash at its end; ``lines`` is what it has written to stderr."""
+    """One server process. ``url`` has no slash at its end; ``lines`` is what it has written to stderr,
+    ``root`` its TMPDIR."""
 
-    def __init__(self, process: subprocess.Popen[str], key: str | None) -> None:
-        self.process, self.key = process, key
+    def __init__(self, process: subprocess.Popen[str], root: Path, key: str | None) -> None:
+        self.process, self.root, self.key = process, root, key
         self.url = ""
         self.lines: list[str] = []
         self._listens = threading.Event()
@@ -85,7 +86,7 @@ def serving(root: Path, *arguments: str, key: str | None = None, ready: bool = T
         environment["DIFFGEN_API_KEY"] = key
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            server = Server(process, key)
+            server = Server(process, root, key)
             if ready:
                 server.wait_ready()
             yield server
