@@ -102,11 +102,11 @@ class _Live(Collector):
         if generator is None:
             return
         now = time.monotonic()
-        ranks = generator.ranks()
-        yield _gauge(
-            "diffgen_worker_up", "Ranks that are ready.", {str(r.rank): r.ready is not None for r in ranks}, "rank"
-        )
-        seen = {str(rank.rank): time.time() - (now - rank.last_seen) for rank in ranks}
+        # Counted through: each of several replicas numbers its own from 0.
+        ranks = {str(number): rank for number, rank in enumerate(generator.ranks())}
+        up = {number: rank.ready is not None for number, rank in ranks.items()}
+        yield _gauge("diffgen_worker_up", "Ranks that are ready.", up, "rank")
+        seen = {number: time.time() - (now - rank.last_seen) for number, rank in ranks.items()}
         yield _gauge(
             "diffgen_worker_last_heartbeat_timestamp_seconds", "When a rank last told that it lives.", seen, "rank"
         )
