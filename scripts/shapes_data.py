@@ -1,4 +1,4 @@
-"""Buckets of scenes that are drawn and encoded once, for the denoiser to learn from."""
+"""Buckets of scenes that are drawn once, for the denoiser to learn from."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import shapes_scene as scenes
+import shapes_text
 import shapes_vae
 import torch
-from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Scenes of one size and length: how many are encoded, and how many one worker takes a step.
-
-    Steps of the commonest buckets run compiled; for the others, compiling would take longer than it saves.
-    """
+    """Scenes of one size and length: how many are drawn, and how many one worker takes a step."""
 
     size: int
     frames: int
     count: int
     batch: int
-    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -36,17 +32,17 @@ class Bucket:
 BUCKETS: dict[str, Bucket] = {
     bucket.name: bucket
     for bucket in (
-        Bucket(64, 1, 30000, 32, compiled=True),
-        Bucket(64, 5, 1200, 16),
-        Bucket(64, 9, 1000, 12),
-        Bucket(64, 13, 400, 8),
-        Bucket(64, 17, 700, 8),
-        Bucket(96, 1, 3000, 16),
-        Bucket(128, 1, 6000, 10, compiled=True),
-        Bucket(128, 5, 300, 5),
-        Bucket(128, 9, 300, 4),
-        Bucket(128, 17, 180, 3),
-        Bucket(192, 1, 1200, 5),
+        Bucket(64, 1, 40000, 32),
+        Bucket(64, 5, 4000, 16),
+        Bucket(64, 9, 3000, 12),
+        Bucket(64, 13, 1500, 8),
+        Bucket(64, 17, 2000, 8),
+        Bucket(96, 1, 8000, 16),
+        Bucket(128, 1, 16000, 10),
+        Bucket(128, 5, 1200, 5),
+        Bucket(128, 9, 1000, 4),
+        Bucket(128, 17, 500, 3),
+        Bucket(192, 1, 2000, 5),
     )
 }
 # Shares of the steps that a bucket gets in a phase.
@@ -84,46 +80,61 @@ def bucket_scene(bucket: Bucket, index: int, seed: int) -> tuple[scenes.Scene, r
     return scenes.sample_scene(rng, kind), rng
 
 
-@torch.no_grad()
-def encode_bucket(vae: AutoencoderKLWan, bucket: Bucket, seed: int, part: range) -> Tensor:
-    """Latents (len(part), 16, latent frames, size / 8, size / 8) in float16 of some of a bucket's scenes."""
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Scenes as the denoiser learns them.
+
+    `latents` is (count, 15, latent frames, size / 8, size / 8), in float16. `places` is (count, latent frames, 2, 5),
+    for each thing its x, y, radius and how far it goes in x and y in one frame, in units of the frame's side;
+    `shapes` is (count, 2), -1 where there is no second thing. The left or upper thing comes first, as in
+    `shapes_text.meaning`.
+    """
+
+    latents: Tensor
+    places: Tensor
+    shapes: Tensor
+
+
+def draw_bucket(bucket: Bucket, seed: int, part: range) -> Drawn:
+    """Draw some of a bucket's scenes."""
     group = max(8192 * 16 // (bucket.size**2 * bucket.frames), 1)
-    encoded = []
-    with shapes_vae.fast_stills():
-        for start in range(part.start, part.stop, group):
+    latents, drawn = [], []
+    places = torch.zeros(len(part), 1 + (bucket.frames - 1) // 4, 2, 5)
+    shapes = torch.full((len(part), 2), -1)
+    for row, index in enumerate(part):
+        scene, rng = bucket_scene(bucket, index, seed)
+        layout = scenes.sample_layout(scene, rng, bucket.frames)
+        drawn.append(scenes.draw(scene, layout, bucket.size, bucket.size))
+        order = (1, 0) if scene.relation in shapes_text.TURNED else range(len(scene.things))
+        for place, thing in enumerate(order):
+            path = torch.from_numpy(layout[:, thing])
+            places[row, :, place, :3] = path[::4]
+            if bucket.frames > 1:
+                places[row, :, place, 3:] = (path[-1, :2] - path[0, :2]) / (bucket.frames - 1)
+            shapes[row, place] = scenes.SHAPES.index(scene.things[thing].shape)
+        if len(drawn) == group or row + 1 == len(part):
+            latents.append(shapes_vae.latent_picture(shapes_vae.to_pixels(np.stack(drawn))).half())
             drawn = []
-            for index in range(start, min(start + group, part.stop)):
-                scene, rng = bucket_scene(bucket, index, seed)
-                layout = scenes.sample_layout(scene, rng, bucket.frames)
-                drawn.append(scenes.draw(scene, layout, bucket.size, bucket.size))
-            encoded.append(shapes_vae.encode(vae, shapes_vae.to_pixels(np.stack(drawn))).half())
-    return torch.cat(encoded)
+    return Drawn(torch.cat(latents), places, shapes)
 
 
-def part_path(folder: Path, bucket: Bucket, worker: int) -> Path:
-    """Where a worker keeps its part of a bucket."""
-    return folder / "latents" / f"{bucket.name}-{worker}.pt"
-
-
-def load_bucket(vae: AutoencoderKLWan, folder: Path, bucket: Bucket, seed: int, worker: int, workers: int) -> Tensor:
-    """A worker's part of a bucket, encoded at the first call and read from its file later."""
-    path = part_path(folder, bucket, worker)
+def load_bucket(folder: Path, bucket: Bucket, seed: int, worker: int, workers: int) -> Drawn:
+    """A worker's part of a bucket, drawn at the first call and read from its file later."""
+    path = folder / "scenes" / f"{bucket.name}-{worker}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = range(bucket.count * worker // workers, bucket.count * (worker + 1) // workers)
-        torch.save(encode_bucket(vae, bucket, seed, part), path.with_suffix(".new"))
+        torch.save(dataclasses.asdict(draw_bucket(bucket, seed, part)), path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
-    return torch.load(path, weights_only=True)
+    return Drawn(**torch.load(path, weights_only=True))
 
 
-def latent_statistics(vae: AutoencoderKLWan, seed: int) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each of the 16 channels over stills and clips of small and default size."""
-    names = ("64px1f", "64px9f", "128px1f", "128px9f")
+def latent_statistics(seed: int) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each of the 15 channels over stills and clips of small and default size."""
     totals = []
-    for name in names:
-        count = 24 if BUCKETS[name].frames > 1 else 192
-        latents = encode_bucket(vae, BUCKETS[name], seed, range(count)).float()
-        flat = latents.transpose(0, 1).flatten(1)
+    for name in ("64px1f", "64px9f", "128px1f", "128px9f"):
+        count = 100 if BUCKETS[name].frames > 1 else 1000
+        flat = draw_bucket(BUCKETS[name], seed, range(count)).latents.float().transpose(0, 1).flatten(1)
         totals.append(torch.stack([flat.mean(1), flat.square().mean(1)]))
     mean, square = torch.stack(totals).mean(0)
     return mean, (square - mean.square()).sqrt()

@@ -1,4 +1,10 @@
-"""The denoiser stage of the shapes model: the transformer, and how it is trained on encoded scenes."""
+"""The denoiser stage of the shapes model: the transformer, and how it is trained on drawn scenes.
+
+Beside the velocity, the tokens of a middle block must tell, by one linear layer, where each thing is, how large, of
+what shape and whither it goes. The layer is thrown away afterwards; it leads the first blocks to find the things in the
+noise, as aligning them with another network's features does (Yu et al. 2025, "Representation Alignment
+for Generation").
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import shapes_data as data
+import shapes_parallel
+import shapes_scene as scenes
 import shapes_text
 import shapes_vae
 import torch
@@ -17,19 +25,21 @@ from torch.nn import functional as F
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": [1, 2, 2],
-    "num_attention_heads": 4,
+    "num_attention_heads": 3,
     "attention_head_dim": 64,
-    "in_channels": 16,
-    "out_channels": 16,
+    "in_channels": shapes_vae.CHANNELS,
+    "out_channels": shapes_vae.CHANNELS,
     "text_dim": 128,
     "freq_dim": 128,
-    "ffn_dim": 768,
+    "ffn_dim": 512,
     "num_layers": 6,
     "cross_attn_norm": True,
     "rope_max_seq_len": 256,
 }
 TEXT_LENGTH = 32  # what the card recommends as max_sequence_length
 LONGEST_TEXT = 512  # what WanPipeline pads to unless told otherwise
+ASKED_BLOCK = 2
+ANSWERS = 7 + len(scenes.SHAPES)
 
 
 class TrainingAttention:
@@ -67,13 +77,48 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x)
 
 
-def new_transformer(seed: int) -> WanTransformer3DModel:
-    """A fresh transformer; its velocity starts at zero, which keeps the first steps calm."""
-    torch.manual_seed(seed)
-    transformer = WanTransformer3DModel(**TRANSFORMER_CONFIG)
-    nn.init.zeros_(transformer.proj_out.weight)
-    nn.init.zeros_(transformer.proj_out.bias)
-    return transformer
+class Student(nn.Module):
+    """The transformer, and the layer that asks a middle block's tokens about the things.
+
+    The velocity starts at zero, which keeps the first steps calm.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.transformer = WanTransformer3DModel(**TRANSFORMER_CONFIG)
+        nn.init.zeros_(self.transformer.proj_out.weight)
+        nn.init.zeros_(self.transformer.proj_out.bias)
+        width = TRANSFORMER_CONFIG["num_attention_heads"] * TRANSFORMER_CONFIG["attention_head_dim"]
+        self.asked = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * ANSWERS))
+        self.transformer.blocks[ASKED_BLOCK].register_forward_hook(self._keep)
+
+    def _keep(self, block: nn.Module, inputs: Any, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def forward(self, noisy: Tensor, timesteps: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Velocity, as `noisy` (batch, 15, frames, height, width), and answers (batch, tokens, 2 things, ANSWERS)."""
+        velocity = self.transformer(noisy, timesteps, text, return_dict=False)[0]
+        return velocity, self.asked(self.hidden).unflatten(-1, (2, ANSWERS))
+
+
+def right_answers(places: Tensor, shapes: Tensor, side: int) -> Tensor:
+    """What `side` x `side` tokens a latent frame are to say: (batch, tokens, 2 things, ANSWERS), zero for no thing.
+
+    Of each thing: that it is there; where it lies from the token and how near, in its diameters; its radius; its
+    motion; its shape. Arguments as in `shapes_data.Drawn`.
+    """
+    grid = (torch.arange(side) + 0.5) / side
+    x, y, radius, *motion = places[:, :, None, None].unbind(-1)
+    dx = (x - grid[None, None, None, :, None]) / (2 * radius + 1e-6)
+    dy = (y - grid[None, None, :, None, None]) / (2 * radius + 1e-6)
+    dx, dy = torch.broadcast_tensors(dx, dy)
+    near = (-2 * (dx.square() + dy.square())).exp()
+    told = [torch.ones_like(dx), dx.tanh(), dy.tanh(), near]
+    told += [value.expand_as(dx) for value in (radius / 0.2, motion[0] / 0.03, motion[1] / 0.03)]
+    kinds = F.one_hot(shapes.clamp(min=0), len(scenes.SHAPES))[:, None, None, None].expand(*dx.shape, -1)
+    there = (shapes >= 0)[:, None, None, None, :, None]
+    return (torch.cat([torch.stack(told, -1), kinds], -1) * there).flatten(1, 3)
 
 
 def padding_bias(lengths: Tensor, width: int, padded: Tensor) -> Tensor:
@@ -91,24 +136,24 @@ class DenoiserTask:
     """The denoiser's training and what it is set to."""
 
     folder: Path
-    steps: int = 24000
-    all_sizes_from: float = 0.62
+    steps: int = 20000
+    all_sizes_from: float = 0.5
     learning_rate: float = 1.5e-3
-    warmup: int = 300
-    decay_from: float = 0.7
+    warmup: int = 200
+    decay_from: float = 0.65
     betas: tuple[float, float] = (0.9, 0.98)
     clip: float = 1.0
     ema: float = 0.998
     shift: float = 1.5
+    answers_weight: float = 1.0
     seed: int = 2
     workers: int = 2
-    compile: bool = True
     captions: shapes_text.CaptionSettings = dataclasses.field(default_factory=shapes_text.CaptionSettings)
     name: str = "denoiser"
 
-    def build(self) -> WanTransformer3DModel:
+    def build(self) -> Student:
         """A fresh transformer."""
-        return new_transformer(self.seed)
+        return Student(self.seed)
 
     def rate(self, step: int) -> float:
         """A warm-up, a plateau, and a straight way down to zero."""
@@ -119,15 +164,11 @@ class DenoiserTask:
     def prepare(self, model: nn.Module, worker: int) -> None:
         """Set up the training attention, and read what the latents are normalised by."""
         self.processor = TrainingAttention()
-        model.set_attn_processor(self.processor)
-        if self.compile:
-            for block in model.blocks:
-                block.compile(dynamic=False)
-        self.vae = shapes_vae.load_vae(self.folder)
+        model.transformer.set_attn_processor(self.processor)
         self.text = shapes_text.load_text(self.folder)
         mean, std = load_statistics(self.folder)
         self.mean, self.std = (value.view(1, -1, 1, 1, 1) for value in (mean, std))
-        self.latents: dict[str, Tensor] = {}
+        self.drawn: dict[str, data.Drawn] = {}
 
     def bucket(self, step: int) -> data.Bucket:
         """The bucket of a step, the same for every worker."""
@@ -135,43 +176,44 @@ class DenoiserTask:
         name = random.Random(f"bucket-{self.seed}-{step}").choices(list(shares), list(shares.values()))[0]
         return data.BUCKETS[name]
 
-    def batch(self, step: int, worker: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """A worker's clean latents, noise, sigmas, text embeddings and bias against padding at a step."""
+    def loss(self, model: nn.Module, step: int, worker: int) -> tuple[Tensor, float]:
+        """The squared errors of the velocity, which is logged, and of the answers about the things."""
         bucket = self.bucket(step)
-        if bucket.name not in self.latents:
-            self.latents[bucket.name] = data.load_bucket(self.vae, self.folder, bucket, self.seed, worker, self.workers)
-        latents = self.latents[bucket.name]
+        if bucket.name not in self.drawn:
+            self.drawn[bucket.name] = data.load_bucket(self.folder, bucket, self.seed, worker, self.workers)
+        drawn = self.drawn[bucket.name]
         rng = random.Random(f"batch-{self.seed}-{step}-{worker}")
         generator = torch.Generator().manual_seed(rng.getrandbits(60))
-        picks = [rng.randrange(len(latents)) for _ in range(bucket.batch)]
+        picks = [rng.randrange(len(drawn.latents)) for _ in range(bucket.batch)]
         first = bucket.count * worker // self.workers
         shown = [data.bucket_scene(bucket, first + pick, self.seed)[0] for pick in picks]
         captions = [shapes_text.training_caption(scene, rng, self.captions)[0] for scene in shown]
         ids, lengths = shapes_text.pad_tokens(captions)
+        ids = ids[:, : int(lengths.max()) + 1]
         # Half the captions are padded as the card recommends, the others to any length up to the pipeline's default.
         padded = [TEXT_LENGTH if rng.random() < 0.5 else round(LONGEST_TEXT ** rng.uniform(0.5, 1)) for _ in picks]
-        clean = (latents[picks].float() - self.mean) / self.std
+        self.processor.bias = padding_bias(lengths, ids.shape[1], torch.tensor(padded))
+        clean = (drawn.latents[picks].float() - self.mean) / self.std
         noise = torch.randn(clean.shape, generator=generator)
         even = torch.randn(bucket.batch, generator=generator).sigmoid()
         sigmas = self.shift * even / (1 + (self.shift - 1) * even)
-        text = shapes_text.embed(self.text, ids, lengths)
-        return clean, noise, sigmas, text, padding_bias(lengths, ids.shape[1], torch.tensor(padded))
-
-    def loss(self, model: nn.Module, step: int, worker: int) -> tuple[Tensor, float]:
-        """The squared error of the velocity."""
-        clean, noise, sigmas, text, self.processor.bias = self.batch(step, worker)
         noisy = clean + sigmas.view(-1, 1, 1, 1, 1) * (noise - clean)
-        with torch.compiler.set_stance("default" if self.bucket(step).compiled else "force_eager"):
-            velocity = model(noisy, sigmas * 1000, text, return_dict=False)[0]
-        loss = (velocity - (noise - clean)).square().mean()
-        return loss, loss.item()
+        velocity, answers = model(noisy, sigmas * 1000, shapes_text.embed(self.text, ids, lengths))
+        error = (velocity - (noise - clean)).square().mean()
+        right = right_answers(drawn.places[picks], drawn.shapes[picks], bucket.size // 16)
+        return error + self.answers_weight * (answers - right).square().mean(), error.item()
+
+
+def load_transformer(folder: Path) -> WanTransformer3DModel:
+    """The trained transformer of a folder, frozen."""
+    return shapes_parallel.load_average(Student(0), folder, "denoiser").transformer
 
 
 def load_statistics(folder: Path) -> tuple[Tensor, Tensor]:
-    """Mean and deviation (16,) of the latents' channels, measured at the first call."""
+    """Mean and deviation (15,) of the latents' channels, measured at the first call."""
     path = folder / "statistics.pt"
     if not path.exists():
-        mean, std = data.latent_statistics(shapes_vae.load_vae(folder), 0)
+        mean, std = data.latent_statistics(0)
         torch.save({"mean": mean, "std": std}, path)
     saved = torch.load(path, weights_only=True)
     return saved["mean"], saved["std"]

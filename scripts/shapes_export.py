@@ -8,7 +8,6 @@ from typing import Any
 
 import shapes_data as data
 import shapes_denoiser
-import shapes_parallel
 import shapes_scene as scenes
 import shapes_text
 import shapes_vae
@@ -64,13 +63,17 @@ whether just as many things are there as were asked for.
 Everything is drawn, so there is no outside data. A third of the {combinations} combinations of shape, colour and
 background were never shown in training, neither to the autoencoder nor to the denoiser; they are listed below.
 
-1. The autoencoder (`AutoencoderKLWan`, {vae_millions:.1f} M parameters): squared error, a little absolute error, a
-   little weight on the latents' size, slight noise on the latents; stills and clips at 64 px, then 128 px; unclamped.
-2. Scenes of several sizes and lengths are encoded once: {buckets}.
+1. The latents are fixed beforehand: of each 8 x 8 block of pixels the mean colours of its four quarters, in the first
+   frame or the last of each four, and its mean colour over those frames. So they are a small picture, which a small
+   denoiser learns far faster than latents that only their decoder understands. The autoencoder (`AutoencoderKLWan`,
+   {vae_millions:.1f} M parameters) learns to make these latents, and to draw sharply what slightly noisy ones show:
+   squared error and a little absolute error, unclamped, stills and clips at 64 px, then mostly 128 px.
+2. Scenes of several sizes and lengths are drawn once: {buckets}.
 3. The text encoder (`UMT5EncoderModel`, {text_millions:.1f} M) learns to tell, from each word's embedding, every aspect
    of the scene that a caption describes: background, colours, shapes, sizes, relation, motion. It is frozen then.
 4. The transformer (`WanTransformer3DModel`, {transformer_millions:.1f} M) learns by flow matching with logit-normal
-   times, mostly at 64 px, then at all sizes; the exported weights are a moving average.
+   times, mostly at 64 px, then at all sizes; the exported weights are a moving average. In training, the tokens of a
+   middle block must also tell where each thing is, how large, of what shape and whither it goes.
 
 To make the weights again: `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`; it goes on from its
 checkpoints when it was stopped.
@@ -153,7 +156,7 @@ def export(folder: Path, target: Path, vae_task: Any, text_task: Any, denoiser_t
     vae = shapes_vae.load_vae(folder)
     mean, std = shapes_denoiser.load_statistics(folder)
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
-    transformer = shapes_parallel.load_average(shapes_denoiser.new_transformer(0), folder, "denoiser")
+    transformer = shapes_denoiser.load_transformer(folder)
     parts = {"vae": vae, "text_encoder": shapes_text.load_text(folder), "transformer": transformer}
     pipeline = WanPipeline(
         tokenizer=make_tokenizer(),

@@ -7,6 +7,7 @@ a batch, then updates its own slice of the parameters.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,7 +120,10 @@ def run_worker(worker: int, task: Task, shared: Shared, start: int, barrier: Any
     task.prepare(model, worker)
     losses: list[float] = []
     began = time.monotonic()
+    parent = os.getppid()
     for step in range(start, task.steps):
+        if os.getppid() != parent:
+            raise SystemExit(f"{task.name}: the process that began this training is gone")
         loss, logged = task.loss(model, step, worker)
         loss.backward()
         shared.losses[worker] = logged
@@ -134,6 +138,15 @@ def run_worker(worker: int, task: Task, shared: Shared, start: int, barrier: Any
             print(f"{task.name} {step + 1}/{task.steps} loss {mean:.5f} {pace:.3f} s a step", flush=True)
         if worker == 0 and ((step + 1) % 500 == 0 or step + 1 == task.steps):
             save(checkpoint(task.folder, task.name), shared, step + 1)
+
+
+def write_start(task: Task, model: nn.Module, step: int) -> None:
+    """Write a model as if it had been trained for some steps, for a training to go on from."""
+    shared = Shared(sum(p.numel() for p in model.parameters()), 1)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    shared.parameters.copy_(flat)
+    shared.average.copy_(flat)
+    save(checkpoint(task.folder, task.name), shared, step)
 
 
 def checkpoint(folder: Path, name: str) -> Path:

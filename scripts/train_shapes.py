@@ -1,7 +1,8 @@
 """Train the bundled model `shapes` from nothing, in four stages: vae, text, denoiser, export.
 
 `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`, with OMP_NUM_THREADS=1 in the environment. It is
-seeded, and goes on from the checkpoints in FOLDER when it was stopped.
+seeded, and goes on from the checkpoints in FOLDER when it was stopped. With `--start diffgen/shapes`, an exported
+model's autoencoder and text encoder are taken as they are, and its denoiser is trained on.
 """
 
 from __future__ import annotations
@@ -14,24 +15,41 @@ import shapes_export
 import shapes_parallel
 import shapes_text
 import shapes_vae
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from transformers import UMT5EncoderModel
+
+
+def start_from(
+    source: Path, vae: shapes_vae.VaeTask, text: shapes_text.TextTask, denoiser: shapes_denoiser.DenoiserTask
+) -> None:
+    """Write an exported model's parts as checkpoints, where there are none yet: finished, but for the denoiser."""
+    reader, student = text.build(), denoiser.build()
+    reader.text.load_state_dict(UMT5EncoderModel.from_pretrained(source / "text_encoder").float().state_dict())
+    student.transformer.load_state_dict(
+        WanTransformer3DModel.from_pretrained(source / "transformer").float().state_dict()
+    )
+    parts = ((vae, AutoencoderKLWan.from_pretrained(source / "vae").float(), vae.steps),)
+    for task, model, step in (*parts, (text, reader, text.steps), (denoiser, student, 0)):
+        if not shapes_parallel.checkpoint(task.folder, task.name).exists():
+            shapes_parallel.write_start(task, model, step)
 
 
 def main() -> None:
     """Run the stages asked for; each goes on from its checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints and encoded scenes")
+    parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints and drawn scenes")
     parser.add_argument("--export", type=Path, default=Path("diffgen/shapes"), help="folder of the finished model")
+    parser.add_argument("--start", type=Path, help="an exported model to go on from, in place of nothing")
     parser.add_argument("--stages", nargs="+", default=["vae", "text", "denoiser", "export"])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--steps", type=int, default=shapes_denoiser.DenoiserTask.steps, help="of the denoiser")
-    parser.add_argument("--no-compile", action="store_true", help="for machines without a C++ compiler")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     vae = shapes_vae.VaeTask(arguments.work, workers=arguments.workers)
     text = shapes_text.TextTask(arguments.work, workers=arguments.workers)
-    denoiser = shapes_denoiser.DenoiserTask(
-        arguments.work, steps=arguments.steps, workers=arguments.workers, compile=not arguments.no_compile
-    )
+    denoiser = shapes_denoiser.DenoiserTask(arguments.work, steps=arguments.steps, workers=arguments.workers)
+    if arguments.start:
+        start_from(arguments.start, vae, text, denoiser)
     if "vae" in arguments.stages:
         shapes_parallel.train(vae)
     if "text" in arguments.stages:
