@@ -156,24 +156,36 @@ def _group_norm(parts: _Parts, module: torch.nn.GroupNorm, whole: Any, values: t
 
 
 def _split_attention(parts: _Parts, module: Any) -> None:
-    whole = module.processor
-    module.set_processor(lambda attention, values, *args, **kwargs: _attend(parts, whole, attention, values, kwargs))
+    module.set_processor(_RowAttention(parts, module.processor))
 
 
-def _attend(parts: _Parts, whole: Any, module: Any, values: torch.Tensor, kwargs: Any) -> torch.Tensor:
-    """As ``AttnProcessor2_0`` does for (b, channels, rows, columns), with the keys of all rows."""
-    if not parts.rows:
-        return whole(module, values, **kwargs)  # type: ignore[no-any-return]
-    tokens = module.group_norm(values.flatten(2)).transpose(1, 2)
-    query = module.to_q(tokens)
-    keys = torch.cat([module.to_k(tokens), module.to_v(tokens)], dim=-1)
-    key, value = parts.gather_rows(keys, 1).chunk(2, dim=-1)
-    query, key, value = (each.unflatten(-1, (module.heads, -1)).transpose(1, 2) for each in (query, key, value))
-    found = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    found = module.to_out[0](found).transpose(1, 2).reshape(values.shape)
-    if module.residual_connection:
-        found = found + values
-    return found / module.rescale_output_factor  # type: ignore[no-any-return]
+class _RowAttention:
+    """A processor: as ``AttnProcessor2_0`` for (b, channels, rows, columns), with the keys of all rows."""
+
+    def __init__(self, parts: _Parts, whole: Any) -> None:
+        self._parts, self._whole = parts, whole
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self._parts.rows:
+            given = (encoder_hidden_states, attention_mask, temb)
+            return self._whole(attn, hidden_states, *given)  # type: ignore[no-any-return]
+        tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
+        query = attn.to_q(tokens)
+        keys = torch.cat([attn.to_k(tokens), attn.to_v(tokens)], dim=-1)
+        key, value = self._parts.gather_rows(keys, 1).chunk(2, dim=-1)
+        query, key, value = (each.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for each in (query, key, value))
+        found = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        found = attn.to_out[0](found).transpose(1, 2).reshape(hidden_states.shape)
+        if attn.residual_connection:
+            found = found + hidden_states
+        return found / attn.rescale_output_factor  # type: ignore[no-any-return]
 
 
 def _split_frame_attention(parts: _Parts, module: Any) -> None:

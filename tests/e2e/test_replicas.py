@@ -18,7 +18,7 @@ from diffgen.errors import RequestCancelled, StartFailed
 from diffgen.handle import GenerationHandle
 from diffgen.wire.messages import Progress
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 FAST: dict[str, Any] = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": 1}
 
