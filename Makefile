@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# Two files at a time: a start is imports on one core. A file stays whole, since its tests share servers.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-fast lint format clean
 
@@ -25,10 +27,10 @@ demo: $(VENV)/installed
 	$(BIN)/diffgen generate --prompt "a white triangle moving right on a purple background" --num-frames 9 --seed 1
 
 test: $(VENV)/installed-dev
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-fast: $(VENV)/installed-dev
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
