@@ -212,8 +212,9 @@ try:
 except OutputError as error:
     print(error)
 """
-    for parent in [tmp_path, *tmp_path.parents[:2]]:
-        parent.chmod(parent.stat().st_mode | 0o111)
+    for parent in [tmp_path, *tmp_path.parents]:
+        if not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o111)
     done = run_python(code, str(folder))
     assert "cannot write" in done.stdout, done.stderr
     assert "no permission" in done.stdout
