@@ -172,7 +172,7 @@ class DataParallelController:
     def _run(self) -> None:
         try:
             self._wait_for_spec()
-            while self._turn():
+            while not self._stopped and self._turn():
                 pass
         except BaseException as error:
             # The border of the thread: without it, those who wait would wait for ever.
@@ -242,7 +242,7 @@ class DataParallelController:
 
     def _wait_for_spec(self) -> None:
         """Replicas that have started answer a first hello at once."""
-        while self._spec is None:
+        while self._spec is None and not self._stopped:
             for index, backend in self._backends.items():
                 for message, frames in backend.receive(wait=True):
                     self._from_replica(index, message, frames)

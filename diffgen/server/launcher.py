@@ -70,6 +70,13 @@ class Launcher:
         code = self._process.poll()
         return None if code is None else f"the launcher (pid {self._process.pid}) {ending(code)}"
 
+    def settle(self) -> None:
+        """See its process to the end after its pipe has closed, which comes a moment before."""
+        try:
+            self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
     def kill(self) -> None:
         """End it; ranks that it has forked end by themselves within a second or so."""
         self._process.kill()

@@ -142,6 +142,8 @@ class Replica:
                     return
 
     def _launcher_lost(self) -> DiffgenError:
+        # Otherwise the next life may be asked of it, and be lost as well.
+        self._launcher.settle()
         kind = WorkerDied if self.ready else StartFailed
         return kind(self._launcher.ending() or "the launcher closed its pipe")
 
