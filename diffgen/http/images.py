@@ -35,7 +35,7 @@ router = APIRouter()
 _ENLARGED = 4
 
 
-@router.post("/v1/images/generations", **schema.posts(ImageOptions, "Images", "text/event-stream"))
+@router.post("/v1/images/generations", **schema.posts(ImageOptions, "Images", event="ImageEvent"))
 async def generate(request: Request) -> Response:
     """Make images from a text."""
     service = service_of(request)

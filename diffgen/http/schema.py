@@ -89,6 +89,16 @@ _SCHEMAS: dict[str, Json] = {
     ),
     "Models": _object(["object", "data"], data={"type": "array", "items": {"$ref": "#/components/schemas/Model"}}),
     "Any": {"type": "object"},
+    # Of a stream: OpenAPI 3.1 has no word for its items, so this describes one.
+    "ImageEvent": _object(
+        ["event", "data"],
+        event={"enum": ["image_generation.partial_image", "image_generation.completed", "error"]},
+        data={
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": _object(["type"], type={**_TEXT, "description": "the event's name again"}),
+        },
+    ),
 }
 
 
@@ -121,13 +131,15 @@ def refuses() -> Json:
     return {**_answers({"application/json": _ref("Any")}), "openapi_extra": {"requestBody": {"content": body}}}
 
 
-def posts(options: type[CommonOptions], name: str, *streams: str, forms: bool = False) -> Json:
-    """A route that takes :class:`SamplingParams` and ``options`` in a JSON body, and maybe in a form."""
+def posts(options: type[CommonOptions], name: str, *, event: str | None = None, forms: bool = False) -> Json:
+    """A route that takes :class:`SamplingParams` and ``options`` in a JSON body, and maybe in a form; it answers with
+    the schema ``name``, or if asked for with a stream of which ``event`` is one item."""
     schema = request_schema(known_fields(options))
     example = {**_EXAMPLE, "n": 2} if issubclass(options, ImageOptions) else {**_EXAMPLE, "num_frames": 5}
     kinds = ["application/json", *(["multipart/form-data"] if forms else [])]
     body = {kind: {"schema": schema, "example": example} for kind in kinds}
-    answers = _answers({"application/json": _ref(name), **{kind: {"schema": _TEXT} for kind in streams}})
+    streams = {} if event is None else {"text/event-stream": _ref(event)}
+    answers = _answers({"application/json": _ref(name), **streams})
     return {**answers, "openapi_extra": {"requestBody": {"required": True, "content": body}}}
 
 

@@ -105,6 +105,12 @@ def test_openapi_document(http_server: Server) -> None:
             if kind == "application/json":
                 assert http_server.post(content["example"], path).status_code == 200, path
     schema = schemathesis.openapi.from_dict(document)
+    images = schema["/v1/images/generations"]["POST"]
+    streamed = {"prompt": "a", "size": "64x64", "num_inference_steps": 2, "stream": True, "partial_images": 1}
+    case = images.Case(body=streamed, media_type="application/json")
+    answer = case.call(base_url=http_server.url, headers=headers, timeout=60)
+    assert answer.headers["content-type"][0].startswith("text/event-stream"), answer.text
+    case.validate_response(answer, checks=CONFORMS)
     seen = set()
     for result in schema.get_all_operations():
         operation = result.ok()
