@@ -139,7 +139,8 @@ class DiffGenerator:
 
     def ranks(self) -> list[RankStatus]:
         """What each rank last said of itself; empty for a server of another process."""
-        return [] if self.supervisor is None else self.supervisor.ranks()
+        replicas = [] if self.supervisor is None else self.supervisor.replicas()
+        return [rank for ranks in replicas for rank in ranks]
 
     def submit(self, prompt: str | SamplingParams | None = None, **sampling: Any) -> GenerationHandle:
         """Send one request and return at once.

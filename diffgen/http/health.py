@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,6 +17,7 @@ from diffgen.errors import DiffgenError
 from diffgen.http import schema
 from diffgen.http.errors import HttpError, json_response
 from diffgen.http.service import Service, service_of
+from diffgen.server.replica import RankStatus
 
 router = APIRouter()
 
@@ -26,30 +29,42 @@ _PROBE_SIZE = 64
 _FRESH_S = 10.0
 
 
-def _trouble(service: Service) -> str | None:
-    """Why no request would be answered now; None while the model is loaded for the first time, too."""
-    if service.failure is not None:
-        return str(service.failure)
-    generator = service.generator
-    if generator is None:
-        return None
-    ranks = generator.ranks()
+def troubles(replicas: Sequence[Sequence[RankStatus]]) -> list[str | None]:
+    """Of each replica, why it would answer no request now; None where it would."""
+    return [_trouble(ranks) for ranks in replicas]
+
+
+def _trouble(ranks: Sequence[RankStatus]) -> str | None:
+    if not ranks:
+        return "it has died too often and is not started again"
     down = [rank.rank for rank in ranks if rank.ready is None]
-    if down or not ranks:
-        return f"ranks {down or ''} are being started again"
+    if down:
+        return f"ranks {down} are being started again"
     silent = [rank.rank for rank in ranks if time.monotonic() - rank.last_seen > _SILENT_S]
     return f"ranks {silent} have given no sign of life for over {_SILENT_S:g} s" if silent else None
+
+
+def _report(service: Service, code: str) -> dict[str, Any]:
+    """How the replicas are, for an answer. Raises :class:`HttpError` of this code where none of them serves."""
+    if service.failure is not None:
+        raise HttpError(503, code, str(service.failure), retry_after=1)
+    supervisor = None if service.generator is None else service.generator.supervisor
+    if supervisor is None:
+        return {}
+    found = troubles(supervisor.replicas())
+    if None not in found:
+        told = "; ".join(f"replica {index}: {trouble}" for index, trouble in enumerate(found))
+        raise HttpError(503, code, told, retry_after=1)
+    return {"replicas": [{"status": "down", "reason": each} if each else {"status": "ok"} for each in found]}
 
 
 @router.get("/v2/health/live", include_in_schema=False)
 @router.get("/health", **schema.gives("Any"))
 async def health(request: Request) -> Response:
-    """Alive: this process answers, and every rank has given a sign of life. Busy counts as alive."""
+    """Alive: this process answers, and every rank of some replica has given a sign of life. Busy counts as alive."""
     service = service_of(request)
-    trouble = _trouble(service)
-    if trouble is not None:
-        raise HttpError(503, "unhealthy", trouble, retry_after=1)
-    return json_response({"status": "loading" if service.generator is None else "ok"})
+    status = "loading" if service.generator is None else "ok"
+    return json_response({"status": status, **_report(service, "unhealthy")})
 
 
 @router.get("/v2/health/ready", include_in_schema=False)
@@ -58,10 +73,8 @@ async def ready(request: Request) -> Response:
     """Takes requests: loaded, alive, and not stopping."""
     service = service_of(request)
     service.accepting()
-    trouble = _trouble(service)
-    if trouble is not None:
-        raise HttpError(503, "not_ready", trouble, retry_after=1)
-    return json_response({"status": "ready", "model": service.served[0]})
+    report = _report(service, "not_ready")
+    return json_response({"status": "ready", "model": service.served[0], **report})
 
 
 @router.get("/health_generate", **schema.gives("Any"))

@@ -102,8 +102,7 @@ class _Live(Collector):
         if generator is None:
             return
         now = time.monotonic()
-        # Counted through: each of several replicas numbers its own from 0.
-        ranks = {str(number): rank for number, rank in enumerate(generator.ranks())}
+        ranks = {str(rank.rank): rank for rank in generator.ranks()}
         up = {number: rank.ready is not None for number, rank in ranks.items()}
         yield _gauge("diffgen_worker_up", "Ranks that are ready.", up, "rank")
         seen = {number: time.time() - (now - rank.last_seen) for number, rank in ranks.items()}

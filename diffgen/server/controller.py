@@ -122,10 +122,13 @@ class DataParallelController:
     def restarts(self) -> int:
         return sum(supervisor.restarts for supervisor in self._supervisors)
 
-    def ranks(self) -> list[RankStatus]:
-        """Status of every rank of every replica, numbered on."""
-        found = [rank for supervisor in self._supervisors for rank in supervisor.ranks()]
-        return [dataclasses.replace(rank, rank=index) for index, rank in enumerate(found)]
+    def replicas(self) -> list[list[RankStatus]]:
+        """Status of every rank by replica, numbered on; none of a replica that is gone for good."""
+        size = ranks_of_replica(self.args.run)
+        return [
+            [dataclasses.replace(rank, rank=index * size + rank.rank) for rank in supervisor.ranks()]
+            for index, supervisor in enumerate(self._supervisors)
+        ]
 
     def start(self) -> None:
         """Start all replicas at a time. Raises the first error; no process is left then."""

@@ -92,6 +92,10 @@ class Supervisor:
         replica = self._replica
         return [] if replica is None else replica.statuses()
 
+    def replicas(self) -> list[list[RankStatus]]:
+        """:meth:`ranks` of the one replica, as a controller of several has it."""
+        return [self.ranks()]
+
     def stop(self) -> None:
         """End the replica after its current unit, or kill it after ten seconds; remove the folder. Repeatable."""
         self._stopping.set()

@@ -16,6 +16,7 @@ from processes import leftovers, run_root, wait_until
 from diffgen import DiffGenerator
 from diffgen.errors import RequestCancelled, StartFailed
 from diffgen.handle import GenerationHandle
+from diffgen.http.health import troubles
 from diffgen.wire.messages import Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -70,12 +71,17 @@ def _kill_one(generator: DiffGenerator, expected: Any) -> None:
     """Of four requests, those of the dead replica's last tick wait for its next life, the others do not."""
     handles = [_running(generator, num_inference_steps=200) for _ in range(2)]
     waiting = [generator.submit("a", **FAST) for _ in range(4)]
+    assert generator.supervisor is not None
+    replicas = generator.supervisor.replicas
     os.kill(generator.ranks()[0].pid, signal.SIGKILL)
+    # What /health goes by: one replica serves while the other is being started again.
+    down = "ranks [0] are being started again"
+    wait_until(lambda: troubles(replicas()) == [down, None], 10, "the other is up")
     for handle in waiting:
         assert np.abs(handle.result(60).pixels.astype(int) - expected).max() <= 1
     for handle in handles:
         assert handle.result(120).pixels.shape == expected.shape
-    wait_until(lambda: len(generator.ranks()) == 2, 60, "both replicas")
+    wait_until(lambda: troubles(replicas()) == [None, None], 60, "both replicas")
     assert generator.status().restarts == 1
 
 

@@ -26,12 +26,15 @@ from diffgen.http.args import HttpArgs, is_loopback, names, read_api_keys
 from diffgen.http.bodies import _form_values, parse_json
 from diffgen.http.errors import HttpError, from_diffgen
 from diffgen.http.guard import Access
+from diffgen.http.health import troubles
 from diffgen.http.jobs import percent
 from diffgen.http.params import ImageOptions, as_clip, check_image, known_fields, quality_of, split
 from diffgen.http.schema import request_schema
 from diffgen.http.store import Job, Store
 from diffgen.logs import set_up_logs
 from diffgen.params import ModelSpec, SamplingParams
+from diffgen.server.pipe import Ready
+from diffgen.server.replica import RankStatus
 from diffgen.wire.messages import Progress
 
 
@@ -217,3 +220,17 @@ def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     expected = {"level": "info", "process": "http", "logger": "a", "message": "said x", "request_id": "r"}
     assert {name: line[name] for name in expected} == expected
     assert text.endswith("rank 0 WARNING a: y n=1\n")
+
+
+def test_health_of_replicas() -> None:
+    """One silent rank takes its replica down, not the others."""
+    now, ready = time.monotonic(), Ready("m")
+    alive, silent, starting = (
+        RankStatus(0, 1, ready, now),
+        RankStatus(1, 2, ready, now - 9),
+        RankStatus(2, 3, None, now),
+    )
+    found = troubles([[alive], [alive, silent], [starting], []])
+    assert found[0] is None
+    told = ["[1] have given no sign of life for over 5 s", "[2] are being started again", "not started again"]
+    assert all(text in str(trouble) for text, trouble in zip(told, found[1:], strict=True))
