@@ -136,15 +136,15 @@ class DenoiserTask:
     """The denoiser's training and what it is set to."""
 
     folder: Path
-    steps: int = 20000
-    all_sizes_from: float = 0.5
-    learning_rate: float = 1.5e-3
+    steps: int = 16000
+    all_sizes_from: float = 0.4
+    learning_rate: float = 2e-3
     warmup: int = 200
     decay_from: float = 0.65
     betas: tuple[float, float] = (0.9, 0.98)
     clip: float = 1.0
     ema: float = 0.998
-    shift: float = 1.5
+    shift: float = 3.0
     answers_weight: float = 1.0
     seed: int = 2
     workers: int = 2
@@ -154,6 +154,10 @@ class DenoiserTask:
     def build(self) -> Student:
         """A fresh transformer."""
         return Student(self.seed)
+
+    def matrices(self, model: nn.Module) -> list[nn.Parameter]:
+        """Those of the blocks."""
+        return [weight for name, weight in model.named_parameters() if ".blocks." in name and weight.dim() == 2]
 
     def rate(self, step: int) -> float:
         """A warm-up, a plateau, and a straight way down to zero."""
@@ -206,7 +210,7 @@ class DenoiserTask:
 
 def load_transformer(folder: Path) -> WanTransformer3DModel:
     """The trained transformer of a folder, frozen."""
-    return shapes_parallel.load_average(Student(0), folder, "denoiser").transformer
+    return shapes_parallel.load_average(DenoiserTask(folder)).transformer
 
 
 def load_statistics(folder: Path) -> tuple[Tensor, Tensor]:

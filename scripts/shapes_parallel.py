@@ -2,11 +2,14 @@
 
 On a few cores, workers of one thread each are much faster than one process of many threads. Parameters, gradients,
 moments and the moving average are flat tensors in shared memory; each worker computes the gradients of its own part of
-a batch, then updates its own slice of the parameters.
+a batch, then updates its own slice of the parameters. A task may have its matrices updated by Muon (Jordan et al. 2024,
+"Muon: An optimizer for hidden layers in neural networks"), which learns more from a step than Adam; they lie first, in
+stacks of one shape.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 AVERAGE_EVERY = 5  # steps between two updates of the moving average
+MUON_MOMENTUM = 0.95
 
 
 class Task(Protocol):
@@ -34,6 +38,9 @@ class Task(Protocol):
     def build(self) -> nn.Module:
         """A fresh model."""
 
+    def matrices(self, model: nn.Module) -> list[nn.Parameter]:
+        """The matrices that Muon updates; Adam updates all the rest."""
+
     def prepare(self, model: nn.Module, worker: int) -> None:
         """Get a worker's model and data ready."""
 
@@ -42,6 +49,32 @@ class Task(Protocol):
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The order of a model's parameters in a flat tensor: stacks (start, count, rows, columns) of matrices, then the
+    rest, from `rest` on."""
+
+    parameters: list[nn.Parameter]
+    stacks: list[tuple[int, int, int, int]]
+    rest: int
+    size: int
+
+
+def lay_out(task: Task, model: nn.Module) -> Layout:
+    """Where the parameters of a task's model lie."""
+    shapes: dict[torch.Size, list[nn.Parameter]] = {}
+    for matrix in task.matrices(model):
+        shapes.setdefault(matrix.shape, []).append(matrix)
+    stacks, ordered, start = [], [], 0
+    for shape, alike in shapes.items():
+        stacks.append((start, len(alike), *shape))
+        ordered += alike
+        start += len(alike) * shape.numel()
+    laid = set(map(id, ordered))
+    ordered += [parameter for parameter in model.parameters() if id(parameter) not in laid]
+    return Layout(ordered, stacks, start, sum(parameter.numel() for parameter in ordered))
 
 
 class Shared:
@@ -53,10 +86,10 @@ class Shared:
         self.norms = torch.zeros(workers).share_memory_()
         self.losses = torch.zeros(workers).share_memory_()
 
-    def attach(self, model: nn.Module, worker: int) -> None:
-        """Make a model's parameters and gradients views of the flat tensors."""
+    def attach(self, layout: Layout, worker: int) -> None:
+        """Make parameters and gradients views of the flat tensors."""
         start = 0
-        for parameter in model.parameters():
+        for parameter in layout.parameters:
             stop = start + parameter.numel()
             parameter.data = self.parameters[start:stop].view_as(parameter)
             parameter.grad = self.gradients[worker, start:stop].view_as(parameter)
@@ -67,30 +100,57 @@ class Shared:
         return {name: getattr(self, name) for name in ("parameters", "first", "second", "average")}
 
 
-def unflatten(model: nn.Module, flat: Tensor) -> None:
-    """Copy flat parameters (size,) into a model."""
-    start = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
-            start += parameter.numel()
+def flatten(layout: Layout) -> Tensor:
+    """The parameters as one tensor (size,)."""
+    return torch.cat([parameter.detach().flatten() for parameter in layout.parameters])
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The nearest matrices (count, rows, columns) of singular values about one: Muon's Newton-Schulz iteration."""
+    turned = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+    x = (turned / (turned.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return (x.mT if turned is not matrices else x).type_as(matrices)
+
+
+def muon(parameters: Tensor, gradients: Tensor, momenta: Tensor, rate: float) -> None:
+    """One step of Muon on matrices (count, rows, columns); `rate` is what Adam would take.
+
+    The factor gives an update the size of Adam's (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    """
+    momenta.lerp_(gradients, 1 - MUON_MOMENTUM)
+    step = orthogonal(gradients.lerp(momenta, MUON_MOMENTUM))
+    parameters.sub_(step, alpha=rate * 0.2 * max(parameters.shape[1:]) ** 0.5)
+
+
+def shares(layout: Layout, workers: int, worker: int) -> tuple[list[tuple[int, int, int, int]], slice]:
+    """What a worker updates: a part of each stack, and a slice of the rest."""
+    stacks = []
+    for start, count, rows, columns in layout.stacks:
+        low, high = count * worker // workers, count * (worker + 1) // workers
+        if high > low:
+            stacks.append((start + low * rows * columns, high - low, rows, columns))
+    rest = layout.size - layout.rest
+    return stacks, slice(layout.rest + rest * worker // workers, layout.rest + rest * (worker + 1) // workers)
 
 
 @torch.no_grad()
-def update(shared: Shared, task: Task, step: int, worker: int, barrier: Any) -> None:
-    """One Adam step, and one of the average, on a worker's slice of the flat tensors."""
-    size = shared.parameters.numel()
-    part = slice(size * worker // task.workers, size * (worker + 1) // task.workers)
-    gradient = shared.gradients[0, part].clone()
-    for other in shared.gradients[1:, part]:
-        gradient.add_(other)
-    gradient.mul_(1 / task.workers)
-    shared.norms[worker] = gradient.dot(gradient)
+def update(shared: Shared, layout: Layout, task: Task, step: int, worker: int, barrier: Any) -> None:
+    """One step of Muon and Adam, and one of the average, on a worker's share of the flat tensors."""
+    stacks, rest = shares(layout, task.workers, worker)
+    parts = [slice(start, start + count * rows * columns) for start, count, rows, columns in stacks] + [rest]
+    gradients = [shared.gradients[:, part].mean(0) for part in parts]
+    shared.norms[worker] = sum(gradient.dot(gradient) for gradient in gradients)
     barrier.wait()
-    gradient.mul_(min(task.clip / (shared.norms.sum().sqrt().item() + 1e-6), 1.0))
-    parameters = shared.parameters[part]
+    scale = min(task.clip / (shared.norms.sum().sqrt().item() + 1e-6), 1.0)
+    rate = task.rate(step)
+    for (_, *shape), part, gradient in zip(stacks, parts, gradients, strict=False):
+        muon(shared.parameters[part].view(shape), gradient.mul_(scale).view(shape), shared.first[part].view(shape), rate)
     adam(
-        *([parameters], [gradient], [shared.first[part]], [shared.second[part]], [], [torch.tensor(float(step))]),
+        *([shared.parameters[rest]], [gradients[-1].mul_(scale)], [shared.first[rest]], [shared.second[rest]], []),
+        [torch.tensor(float(step))],
         fused=True,
         foreach=False,
         amsgrad=False,
@@ -99,11 +159,12 @@ def update(shared: Shared, task: Task, step: int, worker: int, barrier: Any) -> 
         eps=1e-8,
         beta1=task.betas[0],
         beta2=task.betas[1],
-        lr=task.rate(step),
+        lr=rate,
     )
     if (step + 1) % AVERAGE_EVERY == 0:
         decay = min(task.ema, (1 + step) / (10 + step)) ** AVERAGE_EVERY
-        shared.average[part].lerp_(parameters, 1 - decay)
+        for part in parts:
+            shared.average[part].lerp_(shared.parameters[part], 1 - decay)
 
 
 def save(path: Path, shared: Shared, step: int) -> None:
@@ -116,7 +177,8 @@ def run_worker(worker: int, task: Task, shared: Shared, start: int, barrier: Any
     """One worker's share of a training from step `start` on."""
     torch.set_num_threads(1)
     model = task.build()
-    shared.attach(model, worker)
+    layout = lay_out(task, model)
+    shared.attach(layout, worker)
     task.prepare(model, worker)
     losses: list[float] = []
     began = time.monotonic()
@@ -129,7 +191,7 @@ def run_worker(worker: int, task: Task, shared: Shared, start: int, barrier: Any
         shared.losses[worker] = logged
         barrier.wait()
         losses.append(shared.losses.mean().item())
-        update(shared, task, step, worker, barrier)
+        update(shared, layout, task, step, worker, barrier)
         barrier.wait()
         shared.gradients[worker].zero_()
         if worker == 0 and (step + 1) % 100 == 0:
@@ -142,10 +204,10 @@ def run_worker(worker: int, task: Task, shared: Shared, start: int, barrier: Any
 
 def write_start(task: Task, model: nn.Module, step: int) -> None:
     """Write a model as if it had been trained for some steps, for a training to go on from."""
-    shared = Shared(sum(p.numel() for p in model.parameters()), 1)
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    shared.parameters.copy_(flat)
-    shared.average.copy_(flat)
+    layout = lay_out(task, model)
+    shared = Shared(layout.size, 1)
+    shared.parameters.copy_(flatten(layout))
+    shared.average.copy_(shared.parameters)
     save(checkpoint(task.folder, task.name), shared, step)
 
 
@@ -156,8 +218,8 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 def train(task: Task) -> None:
     """Run a training to its end, going on from its checkpoint if there is one."""
-    model = task.build()
-    shared = Shared(sum(p.numel() for p in model.parameters()), task.workers)
+    layout = lay_out(task, task.build())
+    shared = Shared(layout.size, task.workers)
     start = 0
     path = checkpoint(task.folder, task.name)
     if path.exists():
@@ -166,16 +228,21 @@ def train(task: Task) -> None:
         for name, value in saved.items():
             getattr(shared, name).copy_(value)
     else:
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        shared.parameters.copy_(flat)
-        shared.average.copy_(flat)
+        shared.parameters.copy_(flatten(layout))
+        shared.average.copy_(shared.parameters)
     print(f"{task.name}: {shared.parameters.numel() / 1e6:.2f} M parameters, from step {start}", flush=True)
     # A worker that waits much longer than any step or encoding takes has lost its peer.
     barrier = mp.get_context("spawn").Barrier(task.workers, timeout=3600)
     mp.spawn(run_worker, (task, shared, start, barrier), nprocs=task.workers)
 
 
-def load_average(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """A model with the averaged parameters of a checkpoint, frozen."""
-    unflatten(model, torch.load(checkpoint(folder, name), weights_only=True)["average"])
+@torch.no_grad()
+def load_average(task: Task) -> Any:
+    """A task's model with the averaged parameters of its checkpoint, frozen."""
+    model = task.build()
+    flat = torch.load(checkpoint(task.folder, task.name), weights_only=True)["average"]
+    start = 0
+    for parameter in lay_out(task, model).parameters:
+        parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+        start += parameter.numel()
     return model.eval().requires_grad_(False)

@@ -163,6 +163,10 @@ class TextTask:
         """A fresh text encoder with its heads."""
         return Reader(self.seed)
 
+    def matrices(self, model: nn.Module) -> list[nn.Parameter]:
+        """None: Adam serves well."""
+        return []
+
     def prepare(self, model: nn.Module, worker: int) -> None:
         """Nothing to get ready: captions are made as they are needed."""
 
@@ -194,7 +198,7 @@ class TextTask:
 
 def load_text(folder: Path) -> UMT5EncoderModel:
     """The trained text encoder of a folder, frozen."""
-    return shapes_parallel.load_average(Reader(0), folder, "text").text
+    return shapes_parallel.load_average(TextTask(folder)).text
 
 
 @torch.no_grad()

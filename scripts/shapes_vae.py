@@ -145,6 +145,10 @@ class VaeTask:
         """A fresh autoencoder."""
         return new_vae(self.seed)
 
+    def matrices(self, model: nn.Module) -> list[nn.Parameter]:
+        """None: nearly all of it is convolutions."""
+        return []
+
     def prepare(self, model: nn.Module, worker: int) -> None:
         """Nothing to get ready: scenes are drawn as they are needed."""
 
@@ -183,4 +187,4 @@ class VaeTask:
 
 def load_vae(folder: Path) -> AutoencoderKLWan:
     """The trained autoencoder of a folder, frozen."""
-    return shapes_parallel.load_average(new_vae(0), folder, "vae")
+    return shapes_parallel.load_average(VaeTask(folder))
