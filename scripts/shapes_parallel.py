@@ -147,7 +147,8 @@ def update(shared: Shared, layout: Layout, task: Task, step: int, worker: int, b
     scale = min(task.clip / (shared.norms.sum().sqrt().item() + 1e-6), 1.0)
     rate = task.rate(step)
     for (_, *shape), part, gradient in zip(stacks, parts, gradients, strict=False):
-        muon(shared.parameters[part].view(shape), gradient.mul_(scale).view(shape), shared.first[part].view(shape), rate)
+        weights, momenta = (flat[part].view(shape) for flat in (shared.parameters, shared.first))
+        muon(weights, gradient.mul_(scale).view(shape), momenta, rate)
     adam(
         *([shared.parameters[rest]], [gradients[-1].mul_(scale)], [shared.first[rest]], [shared.second[rest]], []),
         [torch.tensor(float(step))],
