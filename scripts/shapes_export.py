@@ -72,8 +72,9 @@ background were never shown in training, neither to the autoencoder nor to the d
 3. The text encoder (`UMT5EncoderModel`, {text_millions:.1f} M) learns to tell, from each word's embedding, every aspect
    of the scene that a caption describes: background, colours, shapes, sizes, relation, motion. It is frozen then.
 4. The transformer (`WanTransformer3DModel`, {transformer_millions:.1f} M) learns by flow matching with logit-normal
-   times, mostly at 64 px, then at all sizes; the exported weights are a moving average. In training, the tokens of a
-   middle block must also tell where each thing is, how large, of what shape and whither it goes.
+   times, shifted to the noise in which shapes and places are decided; mostly at 64 px, then at all sizes. Its blocks'
+   matrices are updated by Muon, the rest by Adam; the exported weights are a moving average. In training, the tokens of
+   a middle block must also tell where each thing is, how large, of what shape and whither it goes.
 
 To make the weights again: `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`; it goes on from its
 checkpoints when it was stopped.
