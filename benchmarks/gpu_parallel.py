@@ -1,6 +1,6 @@
 """Parity and timings of every layout on as many CUDA devices as there are, in bfloat16.
 
-    python benchmarks/gpu_parallel.py [--models flux.1 wan-1.3b] [--steps 5]
+    python benchmarks/gpu_parallel.py [--models flux.1 wan-1.3b] [--steps 5] [--attention-backend xfuser]
 
 Weights are random and of full size, made on the devices: nothing is downloaded. A layout's mean difference from one
 device should be at most that of two batch sizes, which the first line of each table has.
@@ -20,12 +20,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=parallel.MODELS, default=["flux.1", "wan-1.3b"])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--attention-backend", choices=["native", "xfuser"], default="native")
     options = parser.parse_args()
     devices = torch.cuda.device_count()
     if devices < 1:
         raise SystemExit("there is no CUDA device; benchmarks/parallel.py runs the same layouts on a CPU")
     for model in options.models:
-        parallel.table(model, layouts(devices), options.steps, "cuda", "bfloat16")
+        found = [dims for dims in layouts(devices) if options.attention_backend == "native" or dims.sp > 1 == dims.tp]
+        parallel.table(model, found, options.steps, "cuda", "bfloat16", options.attention_backend)
         print()
 
 

@@ -27,7 +27,6 @@ import torch
 from accelerate import init_empty_weights
 
 from diffgen.args import RunArgs
-from diffgen.distributed.attention import UnifiedAttention
 from diffgen.distributed.dims import AXES, ParallelDims
 from diffgen.distributed.groups import RankInfo, join
 from diffgen.distributed.layout import Layout, make_layout
@@ -80,6 +79,7 @@ class Job:
     steps: int
     device: str
     dtype: str
+    backend: str = "native"  # of attention over split tokens
     rows: int = 2  # in one forward; 1 shows what another batch size does to the result
 
 
@@ -91,9 +91,10 @@ def main() -> None:
     parser.add_argument("--layouts", help="such as 'tp 2,ulysses 2 x ring 2'; one axis each when left out")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--attention-backend", choices=["native", "xfuser"], default="native", help="of split tokens")
     options = parser.parse_args()
     layouts = [parse_dims(text) for text in options.layouts.split(",")] if options.layouts else one_axis(options.world)
-    table(options.model, layouts, options.steps, options.device, options.dtype)
+    table(options.model, layouts, options.steps, options.device, options.dtype, options.attention_backend)
 
 
 def one_axis(world: int) -> list[ParallelDims]:
@@ -105,8 +106,10 @@ def parse_dims(text: str) -> ParallelDims:
     return ParallelDims(**{name: int(degree) for name, degree in (part.split() for part in text.split(" x "))})
 
 
-def table(model: str, layouts: list[ParallelDims], steps: int, device: str, dtype: str) -> None:
-    """Print a line a layout. The difference is mean and largest, relative to the largest value of one rank's."""
+def table(
+    model: str, layouts: list[ParallelDims], steps: int, device: str, dtype: str, backend: str = "native"
+) -> None:
+    """Print a line a layout. The difference is mean and largest, relative to one rank's mean and largest value."""
     print(f"{model}, {steps} steps of two rows, {dtype} on {device}, one thread a rank\n")
     print("| layout | CPU seconds a rank | wall | MB sent a rank | mean difference | largest |")
     print("|---|---|---|---|---|---|")
@@ -116,7 +119,7 @@ def table(model: str, layouts: list[ParallelDims], steps: int, device: str, dtyp
         f"| one rank | {alone[0]['cpu']:.3f} | {alone[0]['wall']:.3f} | 0 | two batch sizes: {_apart(single, whole)} |"
     )
     for dims in layouts:
-        ranks, output = run(Job(model, dims, steps, device, dtype))
+        ranks, output = run(Job(model, dims, steps, device, dtype, backend))
         cpu, wall = (max(rank[name] for rank in ranks) for name in ("cpu", "wall"))
         sent = max(rank["sent"] for rank in ranks) / 1e6
         gains = f"{cpu:.3f} ({alone[0]['cpu'] / cpu:.2f}x) | {wall:.3f} ({alone[0]['wall'] / wall:.2f}x)"
@@ -151,7 +154,7 @@ def _rank(job: Job, rank: int, folder: Path) -> None:
     info = RankInfo(rank, job.dims.world)
     device = choose_device(RunArgs(device=job.device, threads=1), info)
     join(info, folder / "rendezvous", device)
-    layout = make_layout(job.dims, info, device)
+    layout = make_layout(job.dims, info, device, attention_backend=job.backend)
     model = _model(job, layout, device)
     inputs = [_inputs(job.model, index, device, model.dtype) for index in range(2)]
     rows = [Row(latents, torch.tensor(500.0, device=device), branch, "") for latents, branch in inputs]
@@ -195,8 +198,8 @@ def _model(job: Job, layout: Layout, device: torch.device) -> Any:
     assert plan is not None
     fill_sliced(model, _random_weights(model, device), plan if layout.tp.size > 1 else TensorPlan({}), layout.tp, name)
     model.to(device)
-    if layout.sequence.size > 1:
-        split_tokens(model, layout.sequence, UnifiedAttention(layout.ulysses, layout.ring))
+    if layout.attention is not None:
+        split_tokens(model, layout.sequence, layout.attention)
     return model
 
 

@@ -63,6 +63,10 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     parallel_decode: Annotated[
         bool, Meta(description="share the decode among all ranks of a replica, where the VAE can be split")
     ] = True
+    attention_backend: Annotated[
+        Literal["native", "xfuser"],
+        Meta(description="what computes attention over split tokens: native, or the package xfuser on CUDA"),
+    ] = "native"
     dp_size: Annotated[int, Meta(description="replicas, each with its share of num_gpus", extra={"min": 1})] = 1
     dp_policy: Annotated[
         Literal["least_cost", "least_requests", "round_robin", "affinity"],

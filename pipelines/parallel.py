@@ -10,7 +10,6 @@ from typing import Any
 
 import diffusers
 
-from diffgen.distributed.attention import UnifiedAttention
 from diffgen.distributed.decode import split_decode, why_not_decode
 from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
@@ -67,11 +66,10 @@ def sliced_components(index: ModelIndex, plans: Mapping[str, TensorPlan]) -> dic
 
 def split_models(pipe: Any, layout: Layout) -> None:
     """Put what a layout needs inside forwards into the loaded models: hooks around tokens and a decode's rows."""
-    if layout.sequence.size > 1:
-        attention = UnifiedAttention(layout.ulysses, layout.ring)
+    if layout.attention is not None:
         for name in DENOISERS:
             if getattr(pipe, name, None) is not None:
-                split_tokens(getattr(pipe, name), layout.sequence, attention)
+                split_tokens(getattr(pipe, name), layout.sequence, layout.attention)
     vae = getattr(pipe, "vae", None)
     if layout.decode.size > 1 and vae is not None:
         reason = why_not_decode(vae)

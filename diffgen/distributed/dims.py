@@ -100,6 +100,13 @@ def check_degrees(run: RunArgs) -> None:
             total = product * run.dp_size
             rule = f"{factors}{replicas} = {total} ranks, but num_gpus is {run.num_gpus}"
             refuse("num_gpus", f"{rule}; use num_gpus {total}, or degrees whose product is {world}")
+    if run.attention_backend == "xfuser":
+        if run.device == "cpu":
+            rule = "attention_backend xfuser needs CUDA, and device is cpu"
+            refuse("attention_backend", f"{rule}; use attention_backend native")
+        if (run.tp_size or 1) > 1:
+            rule = f"attention_backend xfuser splits tokens over neighbouring ranks, which tp_size {run.tp_size} takes"
+            refuse("attention_backend", f"{rule}; use tp_size 1, or attention_backend native")
 
 
 def choose_dims(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims, str]:
@@ -108,6 +115,14 @@ def choose_dims(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims
     Degrees that are given are taken; ``num_gpus`` alone is shared out. Raises :class:`InvalidRequest`.
     """
     check_degrees(run)
+    dims, why = _choose(run, model, name)
+    if run.attention_backend == "xfuser" and dims.sp == 1:
+        rule = f"attention_backend xfuser is for split tokens, and {dims} splits none"
+        refuse("attention_backend", f"{rule}; give ulysses_degree or ring_degree, or use attention_backend native")
+    return dims, why
+
+
+def _choose(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims, str]:
     world, asked = ranks_of_replica(run), _asked(run)
     if world == 1:
         return ParallelDims(), "one rank"
@@ -140,7 +155,8 @@ def _shared_out(world: int, model: Abilities, name: str) -> tuple[ParallelDims, 
     if rest > 1 and not model.sequence:
         ulysses = _share_of_heads(rest, model.heads)
         dims = ParallelDims(1, ulysses, rest // ulysses, cfg)
-        why = "; ".join(filter(None, [why, f"tokens over {rest}, of {model.heads} heads {ulysses} parts"]))
+        parts = " x ".join(f"{axis} {size}" for axis, size in (("ulysses", ulysses), ("ring", dims.ring)) if size > 1)
+        why = "; ".join(filter(None, [why, f"tokens over {rest}: {parts}, as it has {model.heads} heads"]))
     elif rest > 1 and not model.tensor and model.heads % rest == 0:
         dims = ParallelDims(rest, 1, 1, cfg)
         why = "; ".join(filter(None, [why, f"weights over {rest}, since {model.sequence}"]))

@@ -7,14 +7,19 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
+from diffgen.distributed.attention import SequenceAttention, UnifiedAttention
 from diffgen.distributed.axis import AxisGroup
 from diffgen.distributed.dims import ParallelDims
 from diffgen.distributed.groups import NEVER, RankInfo
+from diffgen.distributed.xfuser import load_xfuser
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How this rank takes part. ``sequence`` has the ranks of ``ulysses`` and ``ring``, ulysses fastest."""
+    """How this rank takes part. ``sequence`` has the ranks of ``ulysses`` and ``ring``, ulysses fastest.
+
+    ``attention`` is that over the tokens of ``sequence``; None where tokens are whole.
+    """
 
     dims: ParallelDims = dataclasses.field(default_factory=ParallelDims)
     tp: AxisGroup = dataclasses.field(default_factory=AxisGroup)
@@ -23,13 +28,20 @@ class Layout:
     sequence: AxisGroup = dataclasses.field(default_factory=AxisGroup)
     cfg: AxisGroup = dataclasses.field(default_factory=AxisGroup)
     decode: AxisGroup = dataclasses.field(default_factory=AxisGroup)
+    attention: SequenceAttention | None = None
 
     def groups(self) -> dict[str, AxisGroup]:
         fields = dataclasses.fields(self)
         return {field.name: group for field in fields if isinstance(group := getattr(self, field.name), AxisGroup)}
 
 
-def make_layout(dims: ParallelDims, info: RankInfo, device: torch.device, parallel_decode: bool = True) -> Layout:
+def make_layout(
+    dims: ParallelDims,
+    info: RankInfo,
+    device: torch.device,
+    parallel_decode: bool = True,
+    attention_backend: str = "native",
+) -> Layout:
     """The groups of every axis, each of which runs one collective, so that a fault shows at start.
 
     Every rank makes all groups, also those it is not in, in one order. They are apart from ``Control``.
@@ -47,9 +59,13 @@ def make_layout(dims: ParallelDims, info: RankInfo, device: torch.device, parall
                 made[tuple(ranks)] = dist.new_group(ranks, timeout=NEVER)
             if info.rank in ranks:
                 found[name] = AxisGroup(ranks.index(info.rank), len(ranks), made[tuple(ranks)])
-    layout = Layout(dims, **found)
-    for group in layout.groups().values():
+    groups = {name: found.get(name, AxisGroup()) for name in ("tp", "ulysses", "ring", "sequence", "cfg", "decode")}
+    for group in groups.values():
         if group.size > 1:
             group.all_reduce(torch.ones(1, device=device))
             group.sent = group.calls = 0
-    return layout
+    attention: SequenceAttention | None = None
+    if dims.sp > 1:
+        native = UnifiedAttention(groups["ulysses"], groups["ring"])
+        attention = load_xfuser(dims, device) if attention_backend == "xfuser" else native
+    return Layout(dims, **groups, attention=attention)

@@ -141,6 +141,10 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
 
     info = RankInfo(start.rank, args.run.num_gpus)
     device = choose_device(args.run, info, start.first_device)
+    if args.run.attention_backend == "xfuser":
+        from diffgen.distributed.xfuser import check_xfuser
+
+        check_xfuser(device)
     control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", device)
     faults = Faults.from_environment(info.rank, Path(start.run_folder))
     faults.at("load")
@@ -152,7 +156,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
 
         dims, why = choose_dims(args.run, abilities, name)
         logger.info("layout: %s (%s)", dims, why)
-        return make_layout(dims, info, device, args.run.parallel_decode)
+        return make_layout(dims, info, device, args.run.parallel_decode, args.run.attention_backend)
 
     pipeline = open_pipeline(folder, args.model, device, arrange)
     faults.install(pipeline.stages)

@@ -17,6 +17,7 @@ UNET = Abilities(tensor="it is a UNet", sequence="it is a UNet", guided=True)
 MASKED = Abilities(heads=24, sequence="it has a mask")
 WHOLE = Abilities(tensor="it is whole", sequence="it is whole", rows="it is whole")
 DEGREES = st.integers(1, 4)
+XFUSER = {"attention_backend": "xfuser"}
 
 
 def chosen(model: Abilities = DIT, **run: Any) -> ParallelDims:
@@ -86,6 +87,19 @@ def test_layouts(model: Abilities, run: dict[str, Any], dims: ParallelDims) -> N
         (DIT, {"num_gpus": 5, "dp_size": 2}, "dp_size", ["5", "2", "num_gpus 4 or 6"]),
         (DIT, {"num_gpus": 4, "dp_size": 2, "tp_size": 4}, "num_gpus", ["tp_size 4 x dp_size 2 = 8", "num_gpus 8"]),
         (WHOLE, {"num_gpus": 2, "cfg_degree": 2}, "cfg_degree", ["whole"]),
+        (
+            DIT,
+            {"num_gpus": 2, "ring_degree": 2, "device": "cpu"} | XFUSER,
+            "attention_backend",
+            ["xfuser", "CUDA", "native"],
+        ),
+        (
+            DIT,
+            {"num_gpus": 4, "ring_degree": 2, "tp_size": 2} | XFUSER,
+            "attention_backend",
+            ["xfuser", "tp_size 2", "native"],
+        ),
+        (DIT, {"num_gpus": 2} | XFUSER, "attention_backend", ["xfuser", "cfg 2", "ulysses_degree", "native"]),
     ],
 )
 def test_what_does_not_work_is_named(model: Abilities, run: dict[str, Any], param: str, words: list[str]) -> None:
@@ -99,4 +113,4 @@ def test_what_does_not_work_is_named(model: Abilities, run: dict[str, Any], para
 def test_the_reason_is_told() -> None:
     dims, why = choose_dims(RunArgs(num_gpus=8), DIT, "Wan")
     assert str(dims) == "tp 1 x ulysses 4 x ring 1 x cfg 2"
-    assert why == "Wan is guided: two branches; tokens over 4, of 12 heads 4 parts"
+    assert why == "Wan is guided: two branches; tokens over 4: ulysses 4, as it has 12 heads"

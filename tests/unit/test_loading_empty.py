@@ -8,13 +8,17 @@ import msgspec
 import pytest
 import torch
 
-from diffgen.args import ModelArgs
-from diffgen.errors import StartFailed
+from diffgen.args import ModelArgs, RunArgs
+from diffgen.distributed.dims import choose_dims
+from diffgen.errors import InvalidRequest, StartFailed
 from diffgen.loading.estimate import estimate_memory
+from diffgen.loading.hub import resolve_model
+from diffgen.loading.index import read_index
 from diffgen.loading.memory import RequestMemory, available_bytes, check_weights, weight_bytes
 from diffgen.params import Limits, SamplingParams, resolve
 from diffgen.scheduler.job import Need
 from diffgen.server.rank import open_pipeline
+from pipelines.registry import FAMILIES, find_family
 
 
 @pytest.mark.slow
@@ -89,3 +93,20 @@ def test_a_request_is_looked_at_where_it_is_not_small(tiny_wan: Path) -> None:
     memory.needs(msgspec.structs.replace(params, prompt="b", seed=4), 10**6)
     assert opened == [1]
     assert 0 < memory.available() == pytest.approx(available_bytes(torch.device("cpu")), rel=0.2)
+
+
+@pytest.mark.slow
+def test_num_gpus_alone_fits_the_bundled_model() -> None:
+    """Whatever the number, each rank has a part of the work, and the words say which."""
+    index = read_index(resolve_model(ModelArgs()), None, False)
+    abilities = find_family(FAMILIES["wan"]).abilities(index)
+    for count in range(2, 13):
+        dims, why = choose_dims(RunArgs(num_gpus=count), abilities, index.pipeline_class)
+        assert (dims.world, dims.tp, dims.cfg) == (count, 1, 2 if count % 2 == 0 else 1)
+        assert abilities.heads % dims.ulysses == 0
+        for axis in ("ulysses", "ring"):
+            size = getattr(dims, axis)
+            assert (f"{axis} {size}" in why) == (size > 1), why
+    for name in ("tp_size", "ulysses_degree"):
+        with pytest.raises(InvalidRequest, match=rf"{abilities.heads} attention heads, which do not divide by .*legal"):
+            choose_dims(RunArgs(num_gpus=5, **{name: 5}), abilities, index.pipeline_class)
