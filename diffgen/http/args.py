@@ -55,6 +55,9 @@ class HttpArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["refuse", "ignore"], Meta(description="what happens to parameters that nobody knows")
     ] = "refuse"
     media_metadata: Annotated[bool, Meta(description="write into the files how they were made")] = False
+    otlp_traces_endpoint: Annotated[
+        str | None, Meta(description="URL that takes OpenTelemetry's spans, OTLP over HTTP; needs diffgen[otel]")
+    ] = None
     log_prompts: Annotated[bool, Meta(description="write prompts into the log")] = False
 
 

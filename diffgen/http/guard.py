@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffgen.http.errors import HttpError
+from diffgen.http.traces import Trace
 
 logger = logging.getLogger("diffgen.http")
 
@@ -24,12 +25,13 @@ _QUIET = frozenset({"/health", "/ready", "/metrics", "/v2/health/live", "/v2/hea
 
 @dataclasses.dataclass
 class Exchange:
-    """One request and its answer. ``notes`` go into its log line."""
+    """One request and its answer. ``notes`` go into its log line; ``trace`` is that of work that it has begun."""
 
     id: str
     began: float
     status: int = 0
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    trace: Trace | None = None
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -117,6 +119,8 @@ class Guard:
             self._end(scope, exchange, headers)
 
     def _end(self, scope: Scope, exchange: Exchange, headers: Headers) -> None:
+        if exchange.trace is not None:
+            exchange.trace.end()
         seconds = time.monotonic() - exchange.began
         route = getattr(scope.get("route"), "path", "unknown")
         self._observe(route, scope["method"], exchange.status, seconds)

@@ -45,7 +45,7 @@ async def generate(request: Request) -> Response:
     check_model(options, service.served)
     params = with_previews(check_image(params, options), options.partial_images or 0, generator.model)
     note_params(request, params)
-    work = service.works.begin(request, values, lambda: generator.submit(params))
+    work = service.works.begin(request, values, lambda: service.traced(request, generator.submit(params)))
     exchange_of(request.scope).notes["generation"] = work.handle.id
     answer = ImageAnswer(service, request, options, work, tuple(warnings))
     if options.stream:

@@ -6,16 +6,26 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from diffgen.api import DiffGenerator
-from diffgen.errors import ConnectionFailed, DiffgenError, QueueFull, ServerClosed, WorkerDied
+from diffgen.errors import (
+    ConnectionFailed,
+    DiffgenError,
+    ModelError,
+    OutputError,
+    QueueFull,
+    ServerClosed,
+    WorkerDied,
+)
 from diffgen.handle import Event, GenerationHandle, is_final
 from diffgen.http.metrics import Metrics
 from diffgen.http.store import Job, Store
+from diffgen.http.traces import Trace
 from diffgen.media import encode
 from diffgen.media.metadata import of_output
 from diffgen.result import GenerationResult
@@ -41,6 +51,7 @@ class Live:
     ahead: int | None = None
     ends_at: float | None = None  # time.time()
     deleted: bool = False
+    trace: Trace | None = None
 
     def note(self, event: Event) -> None:
         if isinstance(event, Accepted):
@@ -72,31 +83,40 @@ class VideoJobs:
     def live(self, job_id: str) -> Live | None:
         return self._live.get(job_id)
 
-    async def create(self, job: Job, generator: DiffGenerator) -> Job:
+    def latest(self, stored: Job) -> Job:
+        """A job as it is now, which the store may learn later."""
+        live = self._live.get(stored.id)
+        return stored if live is None or stored.status in ("completed", "failed") else live.job
+
+    async def create(self, job: Job, generator: DiffGenerator, trace: Trace | None) -> Job:
         """Store a job, then run it; returns the one that its Idempotency-Key has made before, if any."""
         stored = await asyncio.to_thread(self._store.add, job)
         if stored.id == job.id:
-            self._start(job, generator)
+            self._start(job, generator, trace)
         return stored
 
-    async def resume(self, generator: DiffGenerator) -> None:
+    async def resume(self, generator: DiffGenerator, begin_trace: Callable[[str], Trace | None]) -> None:
         """Run again what a former server had not finished."""
         for job in await asyncio.to_thread(self._store.unfinished):
+            refusal: DiffgenError | None = None
             if job.model != generator.model.name:
                 reason = f"it was for the model {job.model}, and this server now serves {generator.model.name}"
-                await self._fail(job, "model_not_found", reason)
+                refusal = ModelError(reason, code="model_not_found")
             elif job.attempts >= MAX_ATTEMPTS:
-                await self._fail(job, WorkerDied.default_code, f"the server has stopped {job.attempts} times meanwhile")
-            else:
-                self._start(msgspec.structs.replace(job, status="queued"), generator)
+                reason = f"the server has stopped {job.attempts} times meanwhile"
+                refusal = WorkerDied(reason, retryable=False)
+            job = msgspec.structs.replace(job, status="queued")
+            self._start(job, generator, begin_trace("video"), refusal)
 
     async def ended(self) -> None:
         """Wait until no job is in work, as after the generator was closed."""
         await asyncio.gather(*self._tasks)
 
-    def _start(self, job: Job, generator: DiffGenerator) -> None:
-        live = self._live[job.id] = Live(job)
-        task = asyncio.create_task(self._run(live, generator), name=job.id)
+    def _start(
+        self, job: Job, generator: DiffGenerator, trace: Trace | None, refusal: DiffgenError | None = None
+    ) -> None:
+        live = self._live[job.id] = Live(job, trace=trace)
+        task = asyncio.create_task(self._run(live, generator, refusal), name=job.id)
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
 
@@ -110,32 +130,44 @@ class VideoJobs:
                 live.handle.cancel()
         return found
 
-    async def _run(self, live: Live, generator: DiffGenerator) -> None:
+    async def _run(self, live: Live, generator: DiffGenerator, refusal: DiffgenError | None) -> None:
+        failure: str | None = None
         try:
+            if refusal is not None:
+                raise refusal
             result = await self._result(live, generator)
             if result is not None:
                 self._metrics.finished("video", result)
                 await self._complete(live, result)
         except DiffgenError as error:
+            failure = error.code
             self._metrics.failed(live.job.model, "video", error)
+            if live.handle is not None:
+                live.handle.cancel()  # where it was the store that failed, the work goes on
             # What ended with the server runs again in the next one.
             if not (isinstance(error, ServerClosed | ConnectionFailed) or (error.retryable and self.stopping)):
-                await self._fail(live.job, error.code, error.message)
+                await self._fail(live, error.code, error.message)
         except Exception as error:  # the border of the task: nobody else would end the job
-            logger.exception("a video job failed", extra={"job": live.job.id})
-            await self._fail(live.job, "internal_error", f"{type(error).__name__} in the server; see its log")
+            failure = "internal_error"
+            logger.exception("a video job failed", extra={"video": live.job.id})
+            await self._fail(live, failure, f"{type(error).__name__} in the server; see its log")
         finally:
+            if live.trace is not None:
+                live.trace.end(failure)
             del self._live[live.job.id]
 
     async def _result(self, live: Live, generator: DiffGenerator) -> GenerationResult | None:
         """None where it was deleted meanwhile."""
         while not live.deleted:
             handle = live.handle = generator.submit(live.job.params)
+            if live.trace is not None:
+                live.trace.follow(handle)
             async for event in handle.aevents():
                 live.note(event)
                 if isinstance(event, Progress) and live.job.status == "queued":
                     running = {"status": "in_progress", "attempts": live.job.attempts + 1}
                     live.job = msgspec.structs.replace(live.job, **running)
+                    logger.info("a video job runs", extra={"video": live.job.id, "generation": handle.id})
                     await asyncio.to_thread(self._store.update, live.job)
                 if is_final(event):
                     break
@@ -179,6 +211,19 @@ class VideoJobs:
 
         self._store.write(f"{job.id}_thumbnail", "webp", save_thumbnail)
 
-    async def _fail(self, job: Job, code: str, message: str) -> None:
+    async def _fail(self, live: Live, code: str, message: str) -> None:
+        """Store it as failed. While that cannot be stored it is told from memory, and a next server runs it again."""
         ended = {"status": "failed", "error": (code, message), "expires_at": time.time() + self._ttl}
-        await asyncio.to_thread(self._store.update, msgspec.structs.replace(job, **ended))
+        live.job = msgspec.structs.replace(live.job, **ended)
+        told = False
+        while not live.deleted:
+            try:
+                await asyncio.to_thread(self._store.update, live.job)
+                return
+            except OutputError as error:
+                if not told:
+                    logger.error("a failed video job cannot be stored: %s", error, extra={"video": live.job.id})
+                told = True
+                if self.stopping:
+                    return
+                await asyncio.sleep(_RETRY_S)

@@ -11,11 +11,14 @@ from starlette.requests import Request
 
 from diffgen.api import DiffGenerator
 from diffgen.errors import DiffgenError
+from diffgen.handle import GenerationHandle
 from diffgen.http.args import HttpArgs, names
 from diffgen.http.errors import HttpError
+from diffgen.http.guard import exchange_of
 from diffgen.http.jobs import VideoJobs
 from diffgen.http.metrics import Metrics
 from diffgen.http.store import Store
+from diffgen.http.traces import Trace, Traces
 from diffgen.http.work import Works
 from diffgen.params import Limits, ModelSpec
 
@@ -37,6 +40,7 @@ class Service:
         self.args, self.limits, self.store = args, limits, store
         self.works = Works()
         self.metrics = Metrics()
+        self.traces = None if args.otlp_traces_endpoint is None else Traces(args.otlp_traces_endpoint)
         self.jobs = VideoJobs(store, self.metrics, args.media_ttl, args.media_metadata)
         self.created = int(time.time())
         self.draining = False
@@ -48,7 +52,7 @@ class Service:
         """The model is loaded: take requests, and run what a former server left."""
         self.generator = generator
         self._sweeper = asyncio.create_task(self._sweep())
-        await self.jobs.resume(generator)
+        await self.jobs.resume(generator, self.begin_trace)
 
     async def _sweep(self) -> None:
         while True:
@@ -61,6 +65,8 @@ class Service:
     def close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        if self.traces is not None:
+            self.traces.close()
         self.store.close()
 
     def loaded(self) -> DiffGenerator:
@@ -74,6 +80,23 @@ class Service:
         if self.draining:
             raise HttpError(503, "shutting_down", "the server is stopping and takes nothing new", retry_after=10)
         return self.loaded()
+
+    def begin_trace(self, output: str, request: Request | None = None) -> Trace | None:
+        """Of a generation that makes an ``output``, "image" or "video"; None unless spans were asked for."""
+        if self.traces is None:
+            return None
+        about = {"gen_ai.request.model": self.served[0], "gen_ai.output.type": output}
+        if request is None:
+            return self.traces.begin({}, **about)
+        return self.traces.begin(request.headers, **about, **{"diffgen.request_id": exchange_of(request.scope).id})
+
+    def traced(self, request: Request, handle: GenerationHandle) -> GenerationHandle:
+        """A handle whose trace ends with the answer to ``request``."""
+        trace = self.begin_trace("image" if handle.params.num_frames == 1 else "video", request)
+        if trace is not None:
+            trace.follow(handle)
+            exchange_of(request.scope).trace = trace
+        return handle
 
     @property
     def busy(self) -> int:

@@ -6,6 +6,7 @@ A database holds every job from before it runs until a day after its file has go
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 import threading
@@ -20,6 +21,8 @@ import msgspec
 from diffgen.errors import OutputError, StartFailed
 from diffgen.media import files
 from diffgen.params import SamplingParams
+
+logger = logging.getLogger("diffgen.http.store")
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
@@ -94,7 +97,7 @@ class Store:
             with self._lock:
                 return self._db.execute(statement, values).fetchall()
         except sqlite3.OperationalError as error:
-            raise OutputError(f"cannot write to {str(self.folder)!r}: {error}") from None
+            raise _unstored(error) from None
 
     def add(self, job: Job) -> Job:
         """Store a new job; the one that its Idempotency-Key has stored before, if any."""
@@ -153,7 +156,10 @@ class Store:
 
     def write(self, name: str, extension: str, save: Callable[[Path], None]) -> None:
         """A file, whole or not at all. Raises :class:`OutputError`."""
-        files.write(self.folder, name, extension, save, overwrite=True)
+        try:
+            files.write(self.folder, name, extension, save, overwrite=True)
+        except OutputError as error:
+            raise _unstored(error) from None
 
     def path(self, name: str, extension: str) -> Path:
         return self.folder / f"{name}.{extension}"
@@ -169,6 +175,12 @@ class Store:
             for (media_id,) in self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now):
                 self._remove_files(media_id)
             self._all(f"DELETE FROM {table} WHERE expires_at < ?", now - _KNOWN_S)
+
+
+def _unstored(error: Exception) -> OutputError:
+    """What a client is told, who must not learn of the server's folders."""
+    logger.error("cannot store: %s", error)
+    return OutputError("the server cannot store its results now, as when its disk is full; its log says more")
 
 
 def _write_bytes(content: bytes, path: Path) -> None:

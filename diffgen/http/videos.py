@@ -65,7 +65,7 @@ async def create(request: Request) -> Response:
         key=idempotency_key(request),
         digest=fingerprint(values),
     )
-    stored = await service.jobs.create(job, generator)
+    stored = await service.jobs.create(job, generator, service.begin_trace("video", request))
     if stored.digest != job.digest:
         raise reused_key()
     note_params(request, resolved.params)
@@ -76,7 +76,7 @@ async def create(request: Request) -> Response:
 def _view(service: Service, job: Job) -> dict[str, Any]:
     """A job as clients see it; what runs says how far it is."""
     live = service.jobs.live(job.id)
-    job = job if live is None or job.status in ("completed", "failed") else live.job
+    job = service.jobs.latest(job)
     params = job.params
     frames, fps = params.num_frames or 1, params.fps or 1.0
     return {
@@ -167,7 +167,7 @@ async def content(request: Request, video_id: str, variant: str = "video") -> Re
     if variant not in _FILES:
         rule = f"variant is {variant!r:.60}; it must be {' or '.join(_FILES)}"
         raise InvalidRequest(rule, code="invalid_variant", param="variant")
-    job = await _find(service, video_id)
+    job = service.jobs.latest(await _find(service, video_id))
     if job.status == "failed":
         assert job.error is not None
         raise HttpError(404, job.error[0], f"video {video_id} has failed: {job.error[1]}")

@@ -18,6 +18,7 @@ import torch
 
 from diffgen.distributed.groups import Control
 from diffgen.errors import PEER_FAILED, DiffgenError, ErrorInfo, RanksDiverged
+from diffgen.logs import about
 from diffgen.request import UNSET, Req, TensorHeader, Update
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Admit, Outcome, Plan, Position
 from diffgen.wire.messages import Preview
@@ -69,6 +70,10 @@ class GPUWorker:
 
         Either every rank writes the new values of every planned request, or none writes any.
         """
+        with about(plan.ids):
+            return self._tick(plan)
+
+    def _tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
         self.progress.tick = plan.tick
         self.previews.clear()
         for request_id in plan.drop:
@@ -82,6 +87,7 @@ class GPUWorker:
         reqs = [self._reqs[request_id] for request_id in plan.ids]
         stage = self.pipeline.stages[plan.stage]
         self.progress.unit_since = time.time()
+        logger.debug("%s of %d request(s)", stage.name, len(reqs))
         reused = self._encoded(plan, reqs[0])
         computed: list[Update | StageError] = [reused] if reused is not None else self.executor.run(stage, reqs)
         if self.executor.device.type == "cuda":

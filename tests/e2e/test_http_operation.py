@@ -136,6 +136,7 @@ def test_a_life_with_deaths(tiny_wan: Path) -> None:
     with run_root() as root:
         data = str(root / "data")
         arguments = (str(tiny_wan), "--data-path", data, "--log-format", "json", "--media-ttl", "4")
+        arguments += ("--shutdown-timeout", "4")
         with serving(root, *arguments, ready=False) as server:
             loading = server.http.get("/ready")
             assert (loading.status_code, loading.headers["retry-after"]) == (503, "5")
@@ -178,18 +179,28 @@ def status(server: Server, job: dict[str, str]) -> str:
 
 
 def drain(server: Server) -> None:
-    """SIGTERM under an image: it is finished, nothing new is taken, the exit code is 0."""
-    waiting: list[httpx2.Response] = []
-    body = {**SMALL, "num_inference_steps": 300}
-    poster = threading.Thread(target=lambda: waiting.append(server.post(body)))
-    poster.start()
-    wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 1, 20, "it runs")
+    """SIGTERM under two images: nothing new is taken, the one that can be finished in time is, the other is told that
+    it is not, and the exit code is 0."""
+    answers: dict[str, httpx2.Response] = {}
+    short = {**SMALL, "num_inference_steps": 20, "priority": "interactive"}
+    long = {**SMALL, "num_inference_steps": 1000, "size": "256x256", "n": 4, "priority": "batch"}
+
+    def post(name: str, body: dict[str, object]) -> None:
+        answers[name] = server.post(body)
+
+    posters = [threading.Thread(target=post, args=each) for each in (("long", long), ("short", short))]
+    for poster in posters:
+        poster.start()
+    wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 2, 20, "they run")
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.http.get("/ready").status_code == 503, 5, "no longer ready")
     assert server.http.get("/health").status_code == 200
     assert server.post(SMALL).json()["error"]["code"] == "shutting_down"
-    poster.join(60)
-    assert waiting[0].status_code == 200
+    for poster in posters:
+        poster.join(60)
+    assert answers["short"].status_code == 200
+    assert (answers["long"].status_code, answers["long"].json()["error"]["code"]) == (503, "server_closed")
+    assert answers["long"].headers["retry-after"]
     assert server.stop() == 0
 
 

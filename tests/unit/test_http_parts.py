@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -31,7 +32,8 @@ from diffgen.http.jobs import percent
 from diffgen.http.params import ImageOptions, as_clip, check_image, known_fields, quality_of, split
 from diffgen.http.schema import request_schema
 from diffgen.http.store import Job, Store
-from diffgen.logs import set_up_logs
+from diffgen.http.traces import Traces
+from diffgen.logs import about, set_up_logs
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.server.pipe import Ready
 from diffgen.server.replica import RankStatus
@@ -207,7 +209,7 @@ def test_progress_grows_with_the_work() -> None:
 
 
 def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    before = logging.getLogger().handlers[:]
+    before = {name: logging.getLogger(name).handlers[:] for name in (None, "torch")}
     try:
         set_up_logs("info", "json", "http")
         logging.getLogger("a").info("said %s", "x", extra={"request_id": "r"})
@@ -215,11 +217,25 @@ def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
         set_up_logs("info", "text", "rank 0")
         logging.getLogger("a").warning("y", extra={"n": 1})
         text = capsys.readouterr().err
+        with about(["a1", "b2"]):
+            logging.getLogger("torch").warning("slow")
+        during = capsys.readouterr().err
     finally:
-        logging.getLogger().handlers[:] = before
+        for name, handlers in before.items():
+            logging.getLogger(name).handlers[:] = handlers
+        logging.captureWarnings(False)
     expected = {"level": "info", "process": "http", "logger": "a", "message": "said x", "request_id": "r"}
     assert {name: line[name] for name in expected} == expected
     assert text.endswith("rank 0 WARNING a: y n=1\n")
+    assert during.endswith("rank 0 WARNING torch: slow generation=a1 b2\n")
+
+
+def test_spans_are_refused_where_they_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match="it must be a URL, such as"):
+        Traces("localhost:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(StartFailed, match=r"pip install 'diffgen\[otel\]'"):
+        Traces("http://localhost:4318/v1/traces")
 
 
 def test_health_of_replicas() -> None:

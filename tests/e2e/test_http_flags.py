@@ -1,0 +1,209 @@
+"""A server with most of its flags, whose disk fills up and whose rank dies for good."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from http_server import LONG, SMALL, Server, serving
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from PIL import Image
+from processes import leftovers, rank_processes, run_root, wait_until
+
+from diffgen.media.metadata import read_params
+
+pytestmark = pytest.mark.slow
+CLIP: dict[str, Any] = {**SMALL, "num_frames": 5}
+ORIGIN = "https://app.example"
+CALLER = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Collector(http.server.ThreadingHTTPServer):
+    """What OpenTelemetry's spans are sent to."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Collect)
+        self.spans: list[Any] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
+
+    def of(self, generation: str) -> tuple[Any, list[Any]]:
+        """The span of a generation, and those below it."""
+        (whole,) = (span for span in self.spans if values(span).get("diffgen.generation") == generation)
+        return whole, [span for span in self.spans if span.parent_span_id == whole.span_id]
+
+
+def values(span: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
+
+
+class _Collect(http.server.BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+        for resource_spans in sent.resource_spans:
+            for scope in resource_spans.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_flags_a_full_disk_and_giving_up(tiny_wan: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFGEN_FAULT", "raise@denoise:1:0:*:broken")
+    with run_root() as root:
+        arguments = [str(tiny_wan), "--data-path", str(root / "data"), "--allowed-origins", ORIGIN]
+        arguments += ["--public-base-url", "https://draw.example/tiny/", "--unknown-params", "ignore"]
+        arguments += ["--media-metadata", "--log-format", "json", "--max-restarts", "0"]
+        with serving(root, *arguments, "--otlp-traces-endpoint", collector.url) as server:
+            pages_of_one_other_site_may_use_it(server)
+            made = urls_unknown_parameters_and_metadata(server)
+            failed = a_rank_tells_which_request_it_works_for(server)
+            clip = a_full_disk(server, root / "data")
+            giving_up(server, root)
+        wait_until(lambda: leftovers(root) == [], 10, "nothing is left")
+    spans(collector, made, failed, clip)
+
+
+def pages_of_one_other_site_may_use_it(server: Server) -> None:
+    asks = {
+        "origin": ORIGIN,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "x-stainless-os",
+    }
+    allowed = server.http.options("/v1/images/generations", headers=asks)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
+    assert server.http.get("/v1/models", headers={"origin": ORIGIN}).headers["access-control-allow-origin"] == ORIGIN
+    other = server.http.get("/v1/models", headers={"origin": "https://other.example"})
+    assert other.status_code == 403
+    assert "access-control-allow-origin" not in other.headers
+
+
+def urls_unknown_parameters_and_metadata(server: Server) -> str:
+    """Returns the generation's id."""
+    asked = {**SMALL, "sede": 1, "response_format": "url"}
+    answer = server.post(asked, headers={"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}).json()
+    assert answer["warnings"] == ["'sede' has no effect: it is not known"]
+    url = answer["data"][0]["url"]
+    base = "https://draw.example/tiny/v1/"
+    assert url.startswith(f"{base}images/{answer['id']}/content")
+    (server.root / "a.png").write_bytes(server.http.get(url.replace(base, "/v1/")).content)
+    params = read_params(server.root / "a.png")
+    assert (params["prompt"], params["seed"], params["num_inference_steps"]) == ("a red circle", 1, 2)
+    return str(answer["id"]).removeprefix("img_")
+
+
+def a_rank_tells_which_request_it_works_for(server: Server) -> str:
+    """Returns the generation's id."""
+    answer = server.post({**SMALL, "prompt": "broken"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+    lines = [json.loads(line) for line in server.lines if line.startswith("{")]
+    (told,) = (line for line in lines if line["process"] == "rank 0" and "traceback" in line)
+
+    def ours() -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in server.lines if line.startswith("{")]
+        return [line for line in found if line.get("request_id") == answer.headers["x-request-id"]]
+
+    wait_until(lambda: ours() != [], 5, "the request's line is there")
+    assert told["generation"] == ours()[0]["generation"]
+    assert told["message"] == "denoise failed"
+    return str(told["generation"])
+
+
+def a_full_disk(server: Server, data: Path) -> str:
+    """Nothing more can be written: who asks is told so, and a clip that is done fails. Returns the clip's id."""
+    clip = server.post({**CLIP, "num_inference_steps": 400}, "/v1/videos").json()["id"]
+    wait_until(lambda: told(server, clip)["status"] == "in_progress", 20, "it runs")
+    # A limit on the size of files acts as a full disk does, without one.
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    try:
+        for path, body in (("/v1/images/generations", {**SMALL, "response_format": "url"}), ("/v1/videos", CLIP)):
+            answer = server.post(body, path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (507, "output_failed")
+            assert str(server.root) not in answer.text
+        assert server.post(SMALL).status_code == 200, "what needs no disk goes on"
+        assert server.http.get("/health").status_code == 200
+        wait_until(lambda: told(server, clip)["status"] == "failed", 60, "the clip has ended")
+        assert told(server, clip)["error"]["code"] == "output_failed"
+        assert server.http.get(f"/v1/videos/{clip}/content").status_code == 404
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+    wait_until(lambda: server.metric("diffgen_requests_running") == 0, 20, "nothing runs")
+    again = server.post(CLIP, "/v1/videos").json()["id"]
+    wait_until(lambda: told(server, again)["status"] == "completed", 30, "there is room again")
+    assert told(server, clip)["status"] == "failed", "and now it is stored"
+    assert [path.name for path in data.glob(f".{clip}*")] == [], "no half of a file"
+    assert Image.open(io.BytesIO(server.http.get(f"/v1/videos/{again}/content?variant=thumbnail").content)).size == (
+        64,
+        64,
+    )
+    return str(clip)
+
+
+def told(server: Server, video: str) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get(f"/v1/videos/{video}").json()
+    return found
+
+
+def giving_up(server: Server, root: Path) -> None:
+    """The rank dies once too often: who waits is told, and the server ends with the reason."""
+    waiting: list[httpx2.Response] = []
+    poster = threading.Thread(target=lambda: waiting.append(server.post(LONG)))
+    poster.start()
+    wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 1, 20, "it runs")
+    (rank,) = rank_processes(root)
+    os.kill(rank.pid, signal.SIGKILL)
+    poster.join(30)
+    assert waiting[0].status_code in (500, 503)
+    assert waiting[0].json()["error"]["code"] == "worker_died"
+    assert server.process.wait(30) == 1
+    server.stop()
+    assert "given up after 1 failure(s) in a row" in server.lines[-1]
+    assert not any("Traceback" in line for line in server.lines if not line.startswith("{"))
+
+
+def spans(collector: Collector, made: str, failed: str, clip: str) -> None:
+    """The collector has them, those of the last second too."""
+    whole, parts = collector.of(made)
+    assert whole.trace_id.hex() == CALLER, "below the caller's own"
+    assert [part.name for part in parts] == ["queue", "encode", "timesteps", "latents", "denoise", "decode", "send"]
+    moments = [moment for part in parts for moment in (part.start_time_unix_nano, part.end_time_unix_nano)]
+    assert moments == sorted(moments)
+    assert (whole.start_time_unix_nano, whole.end_time_unix_nano) == (moments[0], moments[-1])
+    known = values(whole)
+    assert (known["gen_ai.request.model"], known["gen_ai.output.type"], known["gen_ai.request.seed"]) == (
+        "tiny-wan", "image", 1,
+    )  # fmt: skip
+    assert known["diffgen.request_id"].startswith("req_")
+    denoise = values(parts[4])
+    assert denoise["diffgen.units"] == 2
+    assert denoise["diffgen.busy_seconds"] > 0
+    assert not any("red circle" in str(span) for span in collector.spans), "no prompts"
+    assert values(collector.of(failed)[0])["error.type"] == "generation_failed"
+    kinds = [values(span).get("error.type") for span in collector.spans if not span.parent_span_id]
+    assert {"output_failed", "worker_died"} <= set(kinds)
