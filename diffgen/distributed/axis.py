@@ -13,11 +13,12 @@ from diffgen.errors import PEER_LOST, WorkerDied
 
 @contextlib.contextmanager
 def peers_needed() -> Iterator[None]:
-    """A collective fails when a peer has gone; the reason is the peer's to tell, and the supervisor hears it."""
+    """What fails when a peer has gone; the reason is the peer's to tell, and the supervisor hears it."""
     try:
         yield
-    except RuntimeError as error:
-        raise WorkerDied(f"lost contact with another rank: {error}", code=PEER_LOST) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        what = str(error) or type(error).__name__
+        raise WorkerDied(f"lost contact with another rank: {what}", code=PEER_LOST) from error
 
 
 def pieces(total: int, parts: int) -> list[int]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from diffgen.distributed.axis import peers_needed
+from diffgen.errors import RanksDiverged
 
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
 NEVER = datetime.timedelta(days=1)
-_FIRST_BROADCAST = 4096
-MAX_GATHERED = 4096
+MAX_GATHERED = 4096  # less than a socket takes unread: every rank sends its own before it reads the others'
+_MAX_PLAN = 2**28
+_PLAN, _VOTE, _BYTES = b"p", b"v", b"b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,77 +37,85 @@ class RankInfo:
 class Control:
     """Plans from rank 0 to all, votes from all to all; never a model's tensors.
 
-    It has a gloo group of its own on every kind of device: on one group shared with data, a vote and a reduction of
-    the same size would mix without an error. One thread a rank may use it.
+    A socket between any two ranks, apart from all process groups: a message of a few hundred bytes takes a hundredth of
+    a millisecond, where a collective of gloo, which is handed from thread to thread, takes half of one; and a rank that
+    waits sleeps, without a time limit. One thread a rank may use it.
     """
 
-    def __init__(self, info: RankInfo, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, info: RankInfo, peers: Mapping[int, Connection] | None = None) -> None:
+        """``peers``: connections to all other ranks."""
         self.info = info
-        self._group = group
+        self._peers = peers or {}
+        assert len(self._peers) == info.size - 1
 
     def broadcast(self, data: bytes = b"") -> bytes:
-        """Rank 0's bytes, on every rank. The first 4 KiB go as one fixed message, longer ones as a second."""
-        if self._group is None:
-            return data
-        first = torch.zeros(_FIRST_BROADCAST, dtype=torch.uint8)
-        room = _FIRST_BROADCAST - 8
-        if self.info.leads:
-            head = len(data).to_bytes(8, "big") + data[:room]
-            first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        with peers_needed():
-            dist.broadcast(first, src=0, group=self._group)
-        raw = first.numpy().tobytes()
-        length = int.from_bytes(raw[:8], "big")
-        if length <= room:
-            return raw[8 : 8 + length]
-        rest = torch.zeros(length - room, dtype=torch.uint8)
-        if self.info.leads:
-            rest[:] = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
-        with peers_needed():
-            dist.broadcast(rest, src=0, group=self._group)
-        return raw[8:] + rest.numpy().tobytes()
+        """Rank 0's bytes, on every rank."""
+        if not self.info.leads:
+            return self._receive(0, _PLAN, _MAX_PLAN)
+        self._send(_PLAN, data)
+        return data
 
     def gather_vote(self, vote: Sequence[int]) -> list[list[int]]:
         """Every rank's vector of int64, all of one length, by rank."""
-        mine = torch.tensor(vote, dtype=torch.int64)
-        if self._group is None:
+        mine = array.array("q", vote)
+        if not self._peers:
             return [mine.tolist()]
-        return [other.tolist() for other in self._all_gather(mine)]
+        return [array.array("q", other).tolist() for other in self._gather(_VOTE, mine.tobytes())]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank; at most ``MAX_GATHERED`` of them."""
-        if self._group is None:
-            return [data]
-        assert len(data) <= MAX_GATHERED
-        mine = torch.zeros(8 + MAX_GATHERED, dtype=torch.uint8)
-        framed = len(data).to_bytes(8, "big") + data
-        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        raws = [other.numpy().tobytes() for other in self._all_gather(mine)]
-        return [raw[8 : 8 + int.from_bytes(raw[:8], "big")] for raw in raws]
+        return self._gather(_BYTES, data)
 
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(mine) for _ in range(self.info.size)]
+    def _gather(self, kind: bytes, data: bytes) -> list[bytes]:
+        assert len(data) <= MAX_GATHERED
+        self._send(kind, data)
+        ranks = range(self.info.size)
+        return [data if rank == self.info.rank else self._receive(rank, kind, MAX_GATHERED) for rank in ranks]
+
+    def _send(self, kind: bytes, data: bytes) -> None:
         with peers_needed():
-            dist.all_gather(gathered, mine, group=self._group)
-        return gathered
+            for peer in self._peers.values():
+                peer.send_bytes(kind + data)
+
+    def _receive(self, rank: int, kind: bytes, most: int) -> bytes:
+        with peers_needed():
+            message = self._peers[rank].recv_bytes(1 + most)
+        if message[:1] != kind:
+            raise RanksDiverged(f"rank {rank} sends {message[:1]!r} where {kind!r} is expected: it runs other ticks")
+        return message[1:]
 
 
 def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
-    """Join the replica's groups and run one collective in each, so that a fault shows at start.
+    """Join the other ranks: the default process group, and control. Each carries something, so that a fault shows at
+    start.
 
-    ``rendezvous`` is a file in the private run folder: no port is opened for it.
+    ``rendezvous`` is a file in the private run folder, beside which the sockets are: no port is opened for either.
     """
     if info.size == 1:
-        return Control(info, None)
+        return Control(info)
     with peers_needed():
         return _join(info, rendezvous, device)
 
 
 def _join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
+    listener = Listener(_address(rendezvous, info.rank), "AF_UNIX", backlog=info.size)
     store = dist.FileStore(str(rendezvous), info.size)  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=NEVER)
-    control = Control(info, dist.new_group(backend="gloo", timeout=NEVER))
     dist.all_reduce(torch.ones(1, device=device))
+    # So all ranks listen by now; each connects to those before it, and says who it is.
+    peers: dict[int, Connection] = {}
+    for rank in range(info.rank):
+        peers[rank] = Client(_address(rendezvous, rank), "AF_UNIX")
+        peers[rank].send_bytes(bytes([info.rank]))
+    for _ in range(info.rank + 1, info.size):
+        peer = listener.accept()
+        peers[peer.recv_bytes(1)[0]] = peer
+    listener.close()
+    control = Control(info, peers)
     control.gather_vote([info.rank])
     return control
+
+
+def _address(rendezvous: Path, rank: int) -> str:
+    return f"{rendezvous}.{rank}"

@@ -44,13 +44,14 @@ def make_layout(
 ) -> Layout:
     """The groups of every axis, each of which runs one collective, so that a fault shows at start.
 
-    Every rank makes all groups, also those it is not in, in one order. They are apart from ``Control``.
+    Every rank makes all groups, also those it is not in, in one order. What all ranks share is the default group: each
+    group of gloo has a thread that wakes a hundred times a second.
     """
     axes = {"tp": ["tp"], "ulysses": ["ulysses"], "ring": ["ring"], "sequence": ["ulysses", "ring"], "cfg": ["cfg"]}
     if parallel_decode:
         axes["decode"] = ["tp", "ulysses", "ring", "cfg"]
     found: dict[str, AxisGroup] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(info.size)): None}
     for name, along in axes.items():
         for ranks in dims.groups(along):
             if len(ranks) == 1:

@@ -1,0 +1,46 @@
+"""Plans and votes between ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+from diffgen.distributed.groups import MAX_GATHERED, Control, RankInfo
+from diffgen.errors import PEER_LOST, RanksDiverged, WorkerDied
+
+
+def pair() -> tuple[Control, Control]:
+    """Both ranks of two; a message waits in its socket until it is read."""
+    ours, theirs = multiprocessing.Pipe()
+    return Control(RankInfo(0, 2), {1: ours}), Control(RankInfo(1, 2), {0: theirs})
+
+
+def test_a_rank_alone_has_nobody_to_ask() -> None:
+    alone = Control(RankInfo(0, 1))
+    assert alone.broadcast(b"plan") == b"plan"
+    assert alone.gather_vote([1, -(2**63), 2**63 - 1]) == [[1, -(2**63), 2**63 - 1]]
+    assert alone.gather_bytes(b"x") == [b"x"]
+
+
+def test_plans_come_in_their_order() -> None:
+    first, second = pair()
+    for plan in (b"", b"a" * 3000, b"b"):
+        first.broadcast(plan)
+    assert [second.broadcast() for _ in range(3)] == [b"", b"a" * 3000, b"b"]
+
+
+def test_a_rank_that_runs_other_ticks_is_told_from_one_that_votes() -> None:
+    first, second = pair()
+    first.broadcast(b"plan")
+    with pytest.raises(RanksDiverged, match="rank 0"):
+        second.gather_vote([1])
+
+
+@pytest.mark.timeout(10)
+def test_a_rank_whose_peer_has_gone_does_not_wait() -> None:
+    first, second = pair()
+    second._peers[0].close()
+    with pytest.raises(WorkerDied, match="lost contact") as lost:
+        first.gather_bytes(b"e" * MAX_GATHERED)
+    assert lost.value.code == PEER_LOST
