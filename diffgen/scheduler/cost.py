@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from diffgen.scheduler.job import Job
+from diffgen.scheduler.job import Job, Kind
 from diffgen.scheduler.plan import StageInfo
 
 _WEIGHT = 0.3  # of a new measurement against what is known
@@ -27,6 +28,8 @@ class CostModel:
         self._times = {name: _Times() for name in self.stages}
         self._units_per_step = dict.fromkeys(self.stages, 1.0)  # second-order schedulers have more than one
         self._gain = 1.0
+        # By kind and stage, until something is learnt: most requests of a full queue are of a few kinds.
+        self._paces: dict[tuple[Kind, str | None], _Pace] = {}
 
     @property
     def known(self) -> bool:
@@ -39,6 +42,7 @@ class CostModel:
             return
         times = self._times[stage]
         times.learn(*_together(jobs), seconds)
+        self._paces.clear()
         if seconds > 0:
             apart = sum(times.at(job.pixels, job.rows) or 0.0 for job in jobs)
             self._gain += _WEIGHT * (apart / seconds - self._gain)
@@ -47,6 +51,7 @@ class CostModel:
         """A request has left ``stage``, in which it had ``units`` that took ``seconds``."""
         if stage not in self.stages:
             return
+        self._paces.clear()
         if self.stages[stage].stepped:
             self._units_per_step[stage] = units / job.steps
         else:
@@ -54,18 +59,27 @@ class CostModel:
 
     def seconds_left(self, job: Job) -> float:
         """What the request still takes, running by itself. Only once it is :attr:`known`."""
-        names = list(self.stages)
         place = job.position
+        stage = None if place is None else place.name
+        pace = self._paces.get((job.kind, stage))
+        if pace is None:
+            pace = self._paces[job.kind, stage] = self._pace(job, stage)
+        left = pace.fixed + pace.step * job.steps
         if place is None:
-            return sum(self._whole(name, job) for name in names)
-        later = names[names.index(place.name) + 1 :] if place.name in self.stages else []
-        rest = sum(self._whole(name, job) for name in later)
-        if place.name not in self.stages:
-            return rest
-        left = place.units - place.unit
-        if self.stages[place.name].stepped:
-            return rest + left * (self._times[place.name].at(job.pixels, job.rows) or 0.0)
-        return rest + left / place.units * self._whole(place.name, job)
+            return left
+        units = place.units - place.unit
+        return left + pace.here * (units if pace.stepped else units / place.units)
+
+    def _pace(self, job: Job, stage: str | None) -> _Pace:
+        names = list(self.stages)
+        if stage is not None:
+            names = names[names.index(stage) + 1 :] if stage in self.stages else []
+        fixed = sum(self._whole(name, job) for name in names if not self.stages[name].stepped)
+        step = sum(self._whole(name, job) for name in names if self.stages[name].stepped)
+        if stage is None or stage not in self.stages:
+            return _Pace(fixed, step, 0.0, False)
+        whole = self._times[stage].at(*self._shape(stage, job)) or 0.0
+        return _Pace(fixed, step, whole, self.stages[stage].stepped)
 
     def pays(self, stage: str, jobs: Sequence[Job], joining: Job) -> bool:
         """Whether ``joining`` should share the next unit of ``jobs``: where that is faster, or not yet known."""
@@ -89,8 +103,9 @@ class CostModel:
         return {job.id: max(own, total / gain) for job, own, total in zip(jobs, alone, totals, strict=True)}
 
     def _whole(self, name: str, job: Job) -> float:
-        stage, seconds = self.stages[name], self._times[name].at(*self._shape(name, job)) or 0.0
-        return seconds * job.steps * self._units_per_step[name] if stage.stepped else seconds
+        """Of a stage, or of a step of it where it is stepped."""
+        seconds = self._times[name].at(*self._shape(name, job)) or 0.0
+        return seconds * self._units_per_step[name] if self.stages[name].stepped else seconds
 
     def _shape(self, stage: str, job: Job) -> tuple[int, int]:
         # Preparing depends on the text, not on the size of the picture.
@@ -100,6 +115,16 @@ class CostModel:
 def _together(jobs: Sequence[Job]) -> tuple[int, int]:
     rows = sum(job.rows for job in jobs)
     return sum(job.pixels * job.rows for job in jobs) // rows, rows
+
+
+class _Pace(NamedTuple):
+    """Seconds of what is yet to come: of stages as a whole, and for each step of the request; and of the present stage,
+    a unit of it where it is stepped, else all of it."""
+
+    fixed: float
+    step: float
+    here: float
+    stepped: bool
 
 
 @dataclasses.dataclass

@@ -20,6 +20,14 @@ class Need(NamedTuple):
 NOTHING = Need(0, 0)
 
 
+class Kind(NamedTuple):
+    """What the time of a unit of a request by itself depends on, as far as its parameters tell."""
+
+    pixels: int  # of one output, all frames
+    outputs: int
+    branches: int
+
+
 @dataclasses.dataclass(slots=True)
 class Job:
     """One accepted request. ``position`` is None until the ranks hold it.
@@ -32,6 +40,8 @@ class Job:
         done: units of all stages that it has run.
         alone: a unit that it shared has failed, so it runs by itself until that unit has passed.
         suspect: the server has died while it ran, so it always runs by itself.
+        kind: of equal kinds, units take equally long.
+        rows: what it adds to a forward of the denoiser.
     """
 
     id: str
@@ -48,29 +58,28 @@ class Job:
     alone: bool = False
     suspect: bool = False
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Looked at for each request in each tick.
+    interactive: bool = dataclasses.field(init=False)
+    kind: Kind = dataclasses.field(init=False)
+    rows: int = dataclasses.field(init=False)
+    steps: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.resolved.params
+        self.interactive = params.priority != "batch"
+        pixels = (params.width or 1) * (params.height or 1) * (params.num_frames or 1)
+        outputs = params.num_outputs_per_prompt or 1
+        self.kind, self.rows = Kind(pixels, outputs, self.branches), outputs * self.branches
+        self.steps = params.num_inference_steps or 1
 
     @property
     def outputs(self) -> int:
-        return self.resolved.params.num_outputs_per_prompt or 1
-
-    @property
-    def steps(self) -> int:
-        return self.resolved.params.num_inference_steps or 1
-
-    @property
-    def interactive(self) -> bool:
-        return self.resolved.params.priority != "batch"
+        return self.kind.outputs
 
     @property
     def pixels(self) -> int:
         """Of one output, all frames."""
-        params = self.resolved.params
-        return (params.width or 1) * (params.height or 1) * (params.num_frames or 1)
-
-    @property
-    def rows(self) -> int:
-        """What it adds to a forward of the denoiser."""
-        return self.outputs * self.branches
+        return self.kind.pixels
 
     @property
     def pixel_steps_left(self) -> float:

@@ -44,14 +44,14 @@ class Policy:
         A request that has waited seems shorter, as does one that only just keeps its deadline. Before all of its class
         goes one whose shared unit has failed, alone, so that the others share the units after it again.
         """
-        cost = self._cost
+        seconds_left = self._cost.seconds_left if self._cost.known else None
 
         def seems(job: Job) -> tuple[float, float]:
             if job.alone:
                 return -1.0, job.arrived
-            work = cost.seconds_left(job) if cost.known else job.pixel_steps_left
+            work = job.pixel_steps_left if seconds_left is None else seconds_left(job)
             aged = work * 0.5 ** ((now - job.served) / PATIENCE_S)
-            spare = job.deadline - now - work if cost.known and job.deadline is not None else -1.0
+            spare = job.deadline - now - work if seconds_left is not None and job.deadline is not None else -1.0
             return min(aged, spare) if spare >= 0 else aged, job.arrived
 
         jobs = sorted(jobs, key=seems)

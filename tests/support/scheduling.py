@@ -122,8 +122,8 @@ class Driver:
         self.answers += self.scheduler.expire()
         plan = self.scheduler.plan()
         self.journal = plan.ids
+        self._check_places(plan)
         outcomes = self.ranks.run(plan)
-        assert len(self.ranks.held) <= self.run_args.max_running
         placed = {outcome.id for outcome in outcomes}
         for admit in plan.admit:
             if admit.id not in placed:
@@ -135,6 +135,14 @@ class Driver:
                 self.timings[outcome.id] = self.scheduler.release(outcome.id).timings
                 self.finished.append(outcome.id)
         return plan
+
+    def _check_places(self, plan: Plan) -> None:
+        """``max_running`` bounds what is in flight when a batch request begins, and interactive ones at any time."""
+        held = [self.ranks.params[name].priority for name in self.ranks.held.keys() - set(plan.drop)]
+        for admit in plan.admit:
+            batch = admit.params.priority == "batch"
+            assert len(held) - (0 if batch else held.count("batch")) < self.run_args.max_running
+            held.append(admit.params.priority)
 
     def drain(self, ticks: int = 1000) -> None:
         for _ in range(ticks):

@@ -208,14 +208,23 @@ class Requests(RuleBasedStateMachine):
                 assert code == "worker_died"
 
     def _tick(self) -> None:
-        now, before = self.driver.now, len(self.driver.answers)
+        now, before, held = self.driver.now, len(self.driver.answers), set(self.driver.ranks.held)
         plan = self.driver.tick()
         self._check_plan(plan, now)
+        self._check_places(held - set(plan.drop) | {admit.id for admit in plan.admit})
         passed = any(isinstance(answer, Progress) for _, answer in self.driver.answers[before:])
         self.failed_together -= set(plan.ids)
         if len(plan.ids) > 1 and not passed:
             self.failed_together |= set(plan.ids)
         self.settled()
+
+    def _check_places(self, flying: set[str]) -> None:
+        """An interactive request waits for its own class alone, or for memory."""
+        requests = self.driver.scheduler.status().requests
+        waiting = [each for each in requests if each.state == "queued" and each.priority == "interactive"]
+        if waiting and self.driver.memory is None:
+            same = [name for name in flying if self.driver.ranks.params[name].priority is None]
+            assert len(same) == self.driver.run_args.max_running
 
     def _check_plan(self, plan: Plan, now: float) -> None:
         """Of what runs: limits, company, classes, time."""
