@@ -85,7 +85,10 @@ class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Meta(description="pixels of all images and frames that may share one forward", extra={"min": 1}),
     ] = 1024 * 1024
-    max_running: Annotated[int, Meta(description="requests in flight at a time", extra={"min": 1})] = 32
+    max_running: Annotated[
+        int,
+        Meta(description="requests in flight; interactive ones do not count those of batch", extra={"min": 1}),
+    ] = 32
     text_cache_mb: Annotated[
         int, Meta(description="MB of encoded texts that each rank keeps for requests with the same", extra={"min": 0})
     ] = 256

@@ -118,6 +118,8 @@ class _Live(Collector):
         yield _counter("diffgen_ticks", "Ticks of the ranks.", {name: status.ticks})
         yield _counter("diffgen_tick_seconds", "Time of all ticks.", {name: status.tick_seconds})
         yield _counter("diffgen_restarts", "Times that the ranks were started again.", {name: status.restarts})
+        malformed = "Messages to the ranks that could not be read."
+        yield _counter("diffgen_malformed_messages", malformed, {name: status.malformed})
         by = {"finished": "outcome", "refused": "code", "units": "stage", "batches": "size"}
         texts = {"finished": "Requests of all clients that have ended.", "refused": "Requests not accepted."}
         texts |= {"units": "Units run for a request.", "batches": "Units by the requests that shared them."}

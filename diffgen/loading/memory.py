@@ -102,10 +102,11 @@ class RequestMemory:
         """Bytes that requests may take on this rank, as of now."""
         return available_bytes(self._device, self._ranks)
 
-    def needs(self, params: SamplingParams, available: int) -> Need:
+    def needs(self, params: SamplingParams, available: int) -> Need | None:
         """Bytes that a request with resolved ``params`` holds while it is in flight, and that one unit works with.
 
-        None of either where that is little beside ``available``, or the family does not tell.
+        None of either where that is little beside ``available``, or the family does not tell; None where the estimate
+        fails.
         """
         pixels = (params.width or 1) * (params.height or 1) * (params.num_frames or 1)
         if pixels * (params.num_outputs_per_prompt or 1) * _PLENTY <= available:
@@ -118,7 +119,7 @@ class RequestMemory:
     def _pipeline(self) -> Any:
         return self._open_empty()
 
-    def _estimate(self, params: SamplingParams) -> Need:
+    def _estimate(self, params: SamplingParams) -> Need | None:
         from diffgen.loading.estimate import estimate_memory
 
         try:
@@ -126,7 +127,7 @@ class RequestMemory:
         except Exception:
             # An estimate that fails must not keep a request from running: memory that lacks is an error of its own.
             logger.warning("no estimate of memory for %s", params, exc_info=True)
-            return NOTHING
+            return None
         latents, pixels, denoise, decode = (found[name] or 0.0 for name in ("latents", "pixels", "denoise", "decode"))
         return Need(int((latents + pixels) * 2**20), int(max(denoise, decode) * 2**20))
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import msgspec
+
 from diffgen.errors import DeadlineExceeded, OutOfMemory, QueueFull
 from diffgen.params import Limits, SamplingParams
 from diffgen.scheduler.cost import CostModel
@@ -25,8 +27,9 @@ class Memory(Protocol):
         """Bytes that requests may take, as of now."""
         ...
 
-    def needs(self, params: SamplingParams, available: int) -> Need:
-        """Of a request with resolved parameters; none where it is little beside what is available."""
+    def needs(self, params: SamplingParams, available: int) -> Need | None:
+        """Of a request with resolved parameters; nothing where it is little beside what is available, None where it
+        cannot be told."""
         ...
 
 
@@ -62,7 +65,12 @@ class Admission:
             return
         if not any(other.started is not None for other in self._jobs):
             self._capacity = self._memory.available()  # with requests in flight, a part of it is theirs
-        job.need = self._memory.needs(job.resolved.params, int(self._capacity))
+        need = self._memory.needs(job.resolved.params, int(self._capacity))
+        if need is None:
+            warnings = (*job.resolved.warnings, "what memory this request needs could not be estimated: see the log")
+            job.resolved = msgspec.structs.replace(job.resolved, warnings=warnings)
+            return
+        job.need = need
         if sum(job.need) > self._capacity:
             numbers = f"the request needs about {_mib(sum(job.need))} MiB a rank, and {_mib(self._capacity)} are free"
             raise OutOfMemory(f"{numbers}; ask for a smaller size, fewer frames or outputs", code="insufficient_memory")
@@ -85,15 +93,23 @@ class Admission:
         )
 
     def begin(self, running: Sequence[Job], now: float) -> list[Job]:
-        """The next requests for the ranks to hold: as many as may run, and fit into memory together."""
-        room = self._most_running - len(running)
-        waiting = [job for job in self._jobs if job.started is None]
+        """The next requests for the ranks to hold: as many as may run, and fit into memory together.
+
+        Interactive requests take the turns of batch ones, so they do not wait for places that those hold, either.
+        """
+        most, all_held, interactive = self._most_running, len(running), sum(job.interactive for job in running)
+        if interactive >= most:
+            return []
+        waiting = [job for job in self._jobs if job.started is None and (job.interactive or all_held < most)]
         begun: list[Job] = []
-        for job in self._policy.order(waiting, now)[:room] if room > 0 else []:
+        for job in self._policy.order(waiting, now):
+            if (interactive if job.interactive else all_held) >= most:
+                continue
             together = [*running, *begun, job]
             if len(together) > 1 and self.free(together) < max(each.need.work for each in together):
                 break  # none that is behind it passes it, or it might never fit
             begun.append(job)
+            all_held, interactive = all_held + 1, interactive + job.interactive
         return begun
 
     def free(self, running: Sequence[Job]) -> float:

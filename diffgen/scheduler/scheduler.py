@@ -42,8 +42,6 @@ from diffgen.wire.messages import (
 )
 
 MAX_DEATHS = 2  # of the server, while it ran a request, until the request is refused
-# As long as a client of ours waits for a server that has gone.
-GRACE_S = 30.0
 EXPLORE_TICKS = 64  # now and then a batch runs that did not pay before
 
 Answer = tuple[bytes, ServerMessage]
@@ -179,7 +177,7 @@ class Scheduler:
         except DiffgenError as error:
             self._jobs.pop(message.id, None)
             return [self._refuse(client, message.id, error)]
-        return [(client, Accepted(message.id, ahead, resolved.params, resolved.warnings, eta))]
+        return [(client, Accepted(message.id, ahead, resolved.params, job.resolved.warnings, eta))]
 
     def _refuse(self, client: bytes, request_id: str, error: DiffgenError) -> Answer:
         self._refused[error.code] += 1
@@ -189,9 +187,10 @@ class Scheduler:
         """End the requests whose time is over, and those of clients that do not come back. To be called before each
         tick."""
         now = self._clock()
-        for client in [client for client, since in self._away.items() if now - since >= GRACE_S]:
+        grace = self._limits.grace
+        for client in [client for client, since in self._away.items() if now - since >= grace]:
             del self._away[client]
-            self._leave(client, f"its client has been gone for {GRACE_S:g} s")
+            self._leave(client, f"its client has been gone for {grace} s")
         late = [job for job in self._jobs.values() if job.deadline is not None and now >= job.deadline]
         return [self._fail(job, out_of_time(job, self._limits.time)) for job in late]
 

@@ -18,9 +18,9 @@ from diffgen.args import ListenArgs, ServerArgs, check_args
 from diffgen.distributed.dims import ranks_of_replica
 from diffgen.errors import DiffgenError, InvalidRequest, RequestCancelled, ServerError, WorkerDied
 from diffgen.params import ModelSpec
-from diffgen.scheduler.scheduler import GRACE_S
 from diffgen.server.backend import Backend
 from diffgen.server.dispatch import Dispatcher, Load, request_cost
+from diffgen.server.outbox import Outbox
 from diffgen.server.replica import RankStatus
 from diffgen.server.supervisor import Supervisor, make_run_folder
 from diffgen.wire.mailbox import Mailbox
@@ -89,10 +89,11 @@ class DataParallelController:
         self._backends: dict[int, Backend] = {}
         self._dispatcher = Dispatcher(args.run.dp_policy)
         self._jobs: dict[str, _Job] = {}
-        self._served: dict[str, int] = {}  # replicas of the latest results, which keep them for a while
+        self._served: dict[str, int] = {}  # replicas of the latest answers, which keep them for a while
         self._away: dict[bytes, float] = {}  # clients whose connection has ended, since when
         self._questions: collections.deque[tuple[bytes, dict[int, Status]]] = collections.deque()
         self._router: Router | None = None
+        self._outbox: Outbox | None = None  # answers that no replica has
         self._spec: ModelSpec | None = None
         self._epoch = uuid.uuid4().hex
         self._stopped = False
@@ -151,6 +152,7 @@ class DataParallelController:
                 raise errors[0]
             self._backends = {index: Backend(each.socket) for index, each in enumerate(self._supervisors)}
             self._router = Router(self.socket, self.args.listen, self._inbox)
+            self._outbox = Outbox(self._router)
             self._thread.start()
         except BaseException:
             self.stop()
@@ -187,7 +189,10 @@ class DataParallelController:
 
     def _turn(self) -> bool:
         """Take what has come; False when told to stop."""
-        ready = Backend.wait(self._inbox, list(self._backends.values()), 1000 if self._away else None)
+        assert self._outbox is not None
+        until = self._outbox.expire()
+        wait = 1000 if self._away else None if until is None else int(1000 * until) + 1
+        ready = Backend.wait(self._inbox, list(self._backends.values()), wait)
         for index, backend in list(self._backends.items()):
             if backend in ready:
                 for message, frames in backend.receive():
@@ -199,7 +204,8 @@ class DataParallelController:
                 self._on_death(item)
             else:
                 self._from_client(*item)
-        for client in [each for each, since in self._away.items() if time.monotonic() - since > GRACE_S]:
+        latest = time.monotonic() - self.args.limits.grace
+        for client in [each for each, since in self._away.items() if since < latest]:
             self._leave(client)
         return self.failure is None
 
@@ -210,10 +216,14 @@ class DataParallelController:
     def _leave(self, client: bytes) -> None:
         self._away.pop(client, None)
         for request_id in [name for name, job in self._jobs.items() if job.client == client]:
-            self._cancel(request_id, "its client has left")
+            self._withdraw(request_id)
+            del self._jobs[request_id]
 
     def _from_client(self, client: bytes, message: Any) -> None:
+        assert self._outbox is not None
         self._away.pop(client, None)
+        if self._outbox.take(client, message) and not isinstance(message, Received):
+            return
         match message:
             case Gone():
                 self._away[client] = time.monotonic()
@@ -288,13 +298,17 @@ class DataParallelController:
 
     def _cancel(self, request_id: str, reason: str) -> None:
         """Answer at once; what its replica says of it later is passed over."""
+        self._withdraw(request_id)
+        self._fail(request_id, RequestCancelled(f"request {request_id} was stopped: {reason}"))
+
+    def _withdraw(self, request_id: str) -> None:
         replica = self._jobs[request_id].replica
         if replica is not None:
             self._backends[replica].send(Cancel(request_id))
-        self._fail(request_id, RequestCancelled(f"request {request_id} was stopped: {reason}"))
 
     def _fail(self, request_id: str, error: DiffgenError) -> None:
-        self._send(self._jobs.pop(request_id).client, Failed(request_id, error.info()))
+        assert self._outbox is not None
+        self._outbox.send(self._jobs.pop(request_id).client, Failed(request_id, error.info()))
 
     def _from_replica(self, index: int, message: ServerMessage | None, frames: Sequence[Any]) -> None:
         match message:
@@ -320,13 +334,14 @@ class DataParallelController:
         self, index: int, message: Accepted | Progress | Preview | Result | Failed, frames: Sequence[Any]
     ) -> None:
         job = self._jobs.get(message.id)
-        if job is None or job.replica != index:
-            return  # it has been moved
+        if job is None or job.replica != index:  # it has been moved, or has ended here
+            if isinstance(message, Result | Failed) and self._served.get(message.id) != index:
+                self._backends[index].send(Received(message.id))
+            return
         if isinstance(message, Progress) and message.stage == "denoise":
             job.left = job.cost * (1 - message.step / message.total)
         if isinstance(message, Result | Failed):
             del self._jobs[message.id]
-        if isinstance(message, Result):
             self._served[message.id] = index
             while len(self._served) > _MOST_SERVED:
                 del self._served[next(iter(self._served))]
@@ -338,7 +353,8 @@ class DataParallelController:
         up = {index for index, backend in self._backends.items() if backend.up}
         while self._questions and up <= self._questions[0][1].keys():
             client, answers = self._questions.popleft()
-            self._send(client, merged(list(answers.values()), self.restarts))
+            assert self._router is not None
+            self._send(client, merged(list(answers.values()), self.restarts, self._router.malformed))
 
     def _on_death(self, death: _Died) -> None:
         self._backends[death.replica].up = False  # it may not have heard yet
@@ -363,8 +379,8 @@ class DataParallelController:
         self._on_failure(error)
 
 
-def merged(parts: Sequence[Status], restarts: int) -> Status:
-    """One status of several replicas: sums, and requests by age."""
+def merged(parts: Sequence[Status], restarts: int, malformed: int = 0) -> Status:
+    """One status of several replicas: sums, and requests by age; ``malformed`` are the controller's own."""
 
     def total(name: str) -> dict[Any, int]:
         counts: collections.Counter[Any] = collections.Counter()
@@ -386,4 +402,5 @@ def merged(parts: Sequence[Status], restarts: int) -> Status:
         refused=total("refused"),
         restarts=restarts,
         text_cache=total("text_cache"),
+        malformed=malformed + sum(part.malformed for part in parts),
     )

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,11 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from diffgen.args import ModelArgs
 from diffgen.errors import DiffgenError, StartFailed, WorkerDied
 from diffgen.logs import set_up_logs
-from diffgen.server.pipe import TO_RANK, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop, ToRank
+from diffgen.server.pipe import TO_RANK, Heartbeat, Pipe, RankError, Ready, Start, ToRank
 
 if TYPE_CHECKING:
-    from diffgen.scheduler.scheduler import Scheduler
-    from diffgen.worker.faults import Faults
     from diffgen.worker.worker import GPUWorker, Progress
 
 logger = logging.getLogger("diffgen.rank")
@@ -166,7 +163,10 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     control.gather_vote([info.rank])  # no rank is ready before all have loaded
     logger.info("ready: %s on %s with %d threads", pipeline.spec.name, device, torch.get_num_threads())
     if info.leads:
-        _lead(start, worker, _make_scheduler(start, worker, folder), faults, pipe, stops)
+        from diffgen.server.leader import Leader, make_scheduler
+
+        scheduler = make_scheduler(start, worker, lambda model: open_pipeline(folder, model, torch.device("meta")))
+        Leader(start, worker, scheduler, faults, pipe, stops).run()
     else:
         pipe.send(Ready(pipeline.spec.name))
         _follow(worker)
@@ -212,99 +212,6 @@ def _follow(worker: GPUWorker) -> None:
     decoder = msgspec.msgpack.Decoder(Plan)
     while not (plan := decoder.decode(worker.control.broadcast())).stop:
         worker.tick(plan)
-
-
-def _make_scheduler(start: Start, worker: GPUWorker, folder: Path) -> Scheduler:
-    import msgspec
-    import torch
-
-    from diffgen.loading.device import default_dtype
-    from diffgen.loading.memory import RequestMemory
-    from diffgen.scheduler.plan import StageInfo
-    from diffgen.scheduler.scheduler import Scheduler
-
-    args, device = start.args, worker.executor.device
-    dtype = args.model.dtype or str(default_dtype(device)).removeprefix("torch.")
-    empty = msgspec.structs.replace(args.model, dtype=dtype)
-    return Scheduler(
-        worker.pipeline.spec,
-        args.limits,
-        args.run,
-        uuid.uuid4().hex,
-        deaths=start.deaths,
-        stages=[StageInfo(s.name, s.prepares, s.stepped, s.encodes) for s in worker.pipeline.stages],
-        restarts=start.restarts,
-        memory=RequestMemory(device, args.run.num_gpus, lambda: open_pipeline(folder, empty, torch.device("meta"))),
-        failures=start.failures,
-    )
-
-
-def _lead(
-    start: Start,
-    worker: GPUWorker,
-    scheduler: Scheduler,
-    faults: Faults,
-    pipe: Pipe[ToRank],
-    inbox: queue.SimpleQueue[Any],
-) -> None:
-    """Rank 0's loop: take messages, plan, broadcast, run, answer."""
-    import msgspec
-
-    from diffgen.server.answer import make_result
-    from diffgen.server.outbox import Outbox
-    from diffgen.server.warmup import place, warm_up
-    from diffgen.wire.messages import Closing
-    from diffgen.wire.router import Router
-
-    spec, args = worker.pipeline.spec, start.args
-
-    def broadcast(plan: Any) -> None:
-        worker.control.broadcast(msgspec.msgpack.encode(plan))
-
-    warm_up(args, worker, broadcast)
-    router = Router(start.socket, args.listen, inbox)
-    outbox = Outbox(router)
-    pipe.send(Ready(spec.name, router.address))
-    stopping = False
-    while not stopping:
-        for item in _received(inbox, outbox.expire() if scheduler.idle else 0.0):
-            if isinstance(item, Stop):
-                stopping = True
-            elif not outbox.take(*item):
-                for client, answer in scheduler.handle(*item):
-                    router.send(client, answer)
-        for client, answer in scheduler.expire():
-            router.send(client, answer)
-        if stopping or scheduler.idle:
-            continue
-        plan = scheduler.plan()
-        pipe.send(Journal(plan.ids))
-        broadcast(plan)
-        began = time.perf_counter()
-        outcomes, finished = worker.tick(plan)
-        place(scheduler, worker, plan, outcomes)
-        for client, answer in scheduler.commit(outcomes, time.perf_counter() - began):
-            router.send(client, answer)
-        for preview, array in worker.previews:
-            router.send(scheduler.client_of(preview.id), preview, array)
-        for req in finished.values():
-            job = scheduler.release(req.id)
-            faults.at("send", prompts=[req.params.prompt])
-            result, tensor = make_result(req, job.timings, worker.executor.device)
-            outbox.send(job.client, result, tensor)
-    broadcast(scheduler.stop())
-    router.close(Closing())
-
-
-def _received(inbox: queue.SimpleQueue[Any], wait: float | None) -> list[Any]:
-    """Everything in the inbox; while it is empty, waits at most ``wait`` seconds, None being for ever."""
-    items: list[Any] = []
-    with contextlib.suppress(queue.Empty):
-        if wait != 0:
-            items.append(inbox.get(timeout=wait))
-        while True:
-            items.append(inbox.get_nowait())
-    return items
 
 
 if __name__ == "__main__":

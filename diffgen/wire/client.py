@@ -315,6 +315,7 @@ class Connection:
                 if waiting is not None:
                     waiting.publish(message)
             case Failed():
+                self._send(Received(message.id))
                 failed = self._take(message.id)
                 if failed is not None:
                     failed.publish(message, error_from(message.error))

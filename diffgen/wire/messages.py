@@ -47,7 +47,7 @@ class Cancel(_Message, frozen=True):
 
 
 class Received(_Message, frozen=True):
-    """The client has the result of this request, which the server need not keep any longer."""
+    """The client has the answer to this request, which the server need not keep any longer."""
 
     id: RequestId
 
@@ -163,6 +163,7 @@ class Status(_Message, frozen=True):
         refused: requests that were not accepted, by error code.
         restarts: how often the ranks have been started again.
         text_cache: "hits" and "misses" of encoded texts, and the "bytes" of those that each rank keeps.
+        malformed: messages that could not be read.
     """
 
     requests: tuple[RequestStatus, ...]
@@ -177,6 +178,7 @@ class Status(_Message, frozen=True):
     refused: dict[str, int]
     restarts: int
     text_cache: dict[str, int]
+    malformed: int = 0
 
 
 class Aborted(_Message, frozen=True):

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import zmq
 from processes import leftovers, rank_processes, read_line, run_root, script, shared_memory, wait_until
+from proxy import Proxy
 
 from diffgen import DiffGenerator
 from diffgen.errors import (
@@ -23,15 +25,19 @@ from diffgen.errors import (
     NanOutput,
     OutOfMemory,
     RanksDiverged,
+    RequestCancelled,
     ServerClosed,
     StartFailed,
     WorkerDied,
 )
 from diffgen.handle import GenerationHandle, Restarting
+from diffgen.params import Limits
 from diffgen.wire.messages import Progress
 
 FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
 LONG = {**FAST, "num_inference_steps": 900}
+TOKEN = "sesame"
+GRACE_S = 4
 
 USER = """
 import sys, threading
@@ -250,7 +256,11 @@ def test_failures_on_one_rank_are_answered_and_pass(
             with pytest.raises(error, match=match if ranks == 1 or error is RanksDiverged else rf"rank \d: {match}"):
                 bad.result(timeout=60)
             assert np.abs(company.result(timeout=60).pixels.astype(int) - good.pixels).max() <= 1
-        passing = [generator.submit(prompt, seed=1, **FAST) for prompt in ("once ", "a")]
+        leader = psutil.Process(generator.ranks()[0].pid)
+        leader.suspend()  # so that both are there when it goes on, and share steps: of a new size, that is always tried
+        passing = [generator.submit(prompt, seed=1, **{**FAST, "width": 96}) for prompt in ("once ", "a")]
+        time.sleep(0.3)
+        leader.resume()
         for handle in passing:
             handle.result(timeout=60)
         again = generator.generate("a", seed=1, timeout=60, **FAST)
@@ -282,33 +292,89 @@ def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
     assert leftovers(root) == []
 
 
-def test_one_rank(tiny_wan: Path, root: Path) -> None:
+@pytest.fixture(scope="module")
+def listening(tiny_wan: Path) -> Iterator[DiffGenerator]:
+    """One rank that listens on TCP too, and waits for clients that have gone for ``GRACE_S``."""
+    with run_root() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr("tempfile.tempdir", None)
+        options: dict[str, Any] = {"address": "tcp://127.0.0.1:*", "token": TOKEN, "limits": Limits(grace=GRACE_S)}
+        with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", log_level="error", **options) as generator:
+            yield generator
+
+
+def test_one_rank(listening: DiffGenerator) -> None:
     """A time limit ends what runs; an idle rank sleeps; its command line and environment hold no secret."""
-    with DiffGenerator.from_pretrained(
-        str(tiny_wan),
-        device="cpu",
-        log_level="error",
-        address="tcp://127.0.0.1:*",
-        token="sesame",
-    ) as generator:
-        with pytest.raises(DeadlineExceeded, match="its time_limit of 1 s is over") as late:
-            generator.generate("a", time_limit=1.0, **{**FAST, "num_inference_steps": 900})
-        assert late.value.code == "deadline_exceeded"
-        generator.generate("a", **FAST)
-        with pytest.raises(DeadlineExceeded, match="takes about") as impossible:
-            generator.generate("a", time_limit=0.01, **{**FAST, "num_inference_steps": 900})
-        assert impossible.value.code == "deadline_impossible"
-        status = generator.status()
-        assert (status.running, status.queued, status.restarts) == (0, 0, 0)
-        assert status.finished == {"deadline_exceeded": 1, "done": 1}
-        assert status.refused == {"deadline_impossible": 1}
-        process = psutil.Process(generator.ranks()[0].pid)
-        before = sum(process.cpu_times()[:2])
-        time.sleep(3)
-        assert sum(process.cpu_times()[:2]) - before < 0.3, "ten times the bar of 1 % of a core"
-        assert process.cmdline()[:4] == [sys.executable, "-P", "-m", "diffgen.server.launcher"]
-        assert process.name() == "diffgen-rank0"
-        assert "sesame" not in " ".join([*process.cmdline(), *process.environ().values()])
+    with pytest.raises(DeadlineExceeded, match="its time_limit of 1 s is over") as late:
+        listening.generate("a", time_limit=1.0, **{**FAST, "num_inference_steps": 900})
+    assert late.value.code == "deadline_exceeded"
+    listening.generate("a", **FAST)
+    with pytest.raises(DeadlineExceeded, match="takes about") as impossible:
+        listening.generate("a", time_limit=0.01, **{**FAST, "num_inference_steps": 900})
+    assert impossible.value.code == "deadline_impossible"
+    status = listening.status()
+    assert (status.running, status.queued, status.restarts) == (0, 0, 0)
+    assert {"deadline_exceeded", "done"} <= status.finished.keys()
+    assert status.refused == {"deadline_impossible": 1}
+    assert listening.address is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.plain_username, stranger.plain_password = b"diffgen", TOKEN.encode()
+        stranger.connect(listening.address)
+        stranger.send(b"what?")
+        wait_until(lambda: listening.status().malformed == 1, 10, "what cannot be read is counted")
+    process = psutil.Process(listening.ranks()[0].pid)
+    before = sum(process.cpu_times()[:2])
+    time.sleep(3)
+    assert sum(process.cpu_times()[:2]) - before < 0.3, "ten times the bar of 1 % of a core"
+    assert process.cmdline()[:4] == [sys.executable, "-P", "-m", "diffgen.server.launcher"]
+    assert process.name() == "diffgen-rank0"
+    assert TOKEN not in " ".join([*process.cmdline(), *process.environ().values()])
+
+
+CLIENT = """
+import sys, threading
+from diffgen import DiffGenerator
+generator = DiffGenerator.connect(sys.argv[1], token=sys.argv[2])
+handle = generator.submit("a", num_inference_steps=900, width=64, height=64, num_frames=1)
+print("id", handle.id, flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_clients_that_vanish_and_come_back(listening: DiffGenerator, root: Path) -> None:
+    """A client that is killed has its request cancelled after the grace. One that loses its connection meanwhile gets,
+    when it is back, the result that was made and the failure that was found while it was away; nothing runs again."""
+    assert listening.address is not None
+
+    def finished(outcome: str) -> int:
+        return listening.status().finished.get(outcome, 0)
+
+    case: dict[str, Any] = {**FAST, "num_inference_steps": 60, "seed": 1}
+    expected = listening.generate("a", **case).pixels
+    with script(CLIENT, root, listening.address, TOKEN) as client:
+        killed = read_line(client, "id")
+        wait_until(lambda: killed in {each.id for each in listening.status().requests}, 10, "it is in work")
+        client.kill()
+        since = time.monotonic()
+    done, cancelled = finished("done"), finished("request_cancelled")
+    with Proxy(listening.address) as proxy, DiffGenerator.connect(proxy.address, token=TOKEN) as outside:
+        lost = [_in_denoising(outside, "a", **kind) for kind in (LONG, case)]
+        proxy.cut()
+        assert listening.abort(lost[0].id)
+        wait_until(lambda: finished("done") == done + 1, 10, "its result is made")
+        units = listening.status().units["decode"]
+        proxy.mend()
+        assert np.array_equal(lost[1].result(timeout=20).pixels, expected)
+        with pytest.raises(RequestCancelled, match="aborted by another client"):
+            lost[0].result(timeout=20)
+        assert all(any(isinstance(event, Restarting) for event in handle.events()) for handle in lost)
+        assert listening.status().units["decode"] == units
+    gone = time.monotonic() - since
+    if gone < GRACE_S:
+        assert killed in {each.id for each in listening.status().requests}, "the grace is not over"
+    wait_until(lambda: finished("request_cancelled") == cancelled + 2, GRACE_S + 10, "its request is cancelled")
+    assert not listening.status().requests
 
 
 def test_a_generator_left_open_is_closed_at_exit(tiny_wan: Path, root: Path) -> None:

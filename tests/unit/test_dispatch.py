@@ -55,12 +55,12 @@ def test_a_status_of_all() -> None:
     def part(age: float, done: int) -> Status:
         one = RequestStatus(f"r{age}", "running", age, 64, 64, 1, 1)
         return Status(
-            (one,), {"done": done}, 3, age, 0, 1, {"denoise": 2}, {1: 2}, 0.5, {"queue_full": 1}, 0, {"hits": 1}
+            (one,), {"done": done}, 3, age, 0, 1, {"denoise": 2}, {1: 2}, 0.5, {"queue_full": 1}, 0, {"hits": 1}, 1
         )
 
-    whole = merged([part(1.0, 2), part(5.0, 3)], restarts=4)
+    whole = merged([part(1.0, 2), part(5.0, 3)], restarts=4, malformed=3)
     assert [each.id for each in whole.requests] == ["r5.0", "r1.0"]
     assert (whole.finished, whole.ticks, whole.seconds) == ({"done": 5}, 6, 5.0)
     assert (whole.queued, whole.running, whole.restarts) == (0, 2, 4)
     assert (whole.units, whole.batches, whole.refused) == ({"denoise": 4}, {1: 4}, {"queue_full": 2})
-    assert whole.text_cache == {"hits": 2}
+    assert (whole.text_cache, whole.malformed) == ({"hits": 2}, 5)

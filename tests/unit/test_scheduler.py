@@ -11,7 +11,6 @@ from scheduling import FAULT, A, B, Driver, Ranks
 from diffgen.errors import GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.scheduler.job import Need
-from diffgen.scheduler.scheduler import GRACE_S
 from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Gone, Hello, Progress, Submit, Welcome
 
 Drive = Callable[..., Driver]
@@ -340,6 +339,18 @@ def test_what_cannot_fit_is_refused_and_others_wait_until_it_can(drive: Drive) -
     assert driver.finished == ["e", "b", "c", "d"]
 
 
+def test_a_need_that_cannot_be_told_is_a_warning(drive: Drive) -> None:
+    class Unknown(Bytes):
+        def needs(self, params: SamplingParams, available: int) -> None:  # type: ignore[override]
+            return None
+
+    driver = drive(memory=Unknown())
+    (accepted,) = driver.submit("a")
+    assert "could not be estimated" in accepted.warnings[-1]
+    assert driver.tick().admit[0].warnings == accepted.warnings
+    driver.drain()
+
+
 def test_a_batch_works_with_the_memory_that_is_left(drive: Drive) -> None:
     driver = drive(memory=Bytes(), max_batch_size=9)
     for name in "abcdefgh":
@@ -362,12 +373,12 @@ def test_bye_cancels_all_of_one_client_and_answers_nothing(drive: Drive) -> None
 
 
 def test_a_client_that_does_not_come_back_in_time_is_one_that_has_left(drive: Drive) -> None:
-    driver = drive(max_running=2)
+    driver = drive(max_running=2, limits=Limits(grace=30))
     for client in (A, B):
         driver.submit(client.decode(), client, num_inference_steps=50)
     for client in (A, B):
         assert driver.send(client, Gone()) == []
-    driver.now += GRACE_S - 1
+    driver.now += 29
     driver.tick()
     driver.send(B, Hello())
     driver.now += 1
@@ -388,6 +399,20 @@ def test_no_more_than_max_running_are_held_by_the_ranks(drive: Drive) -> None:
     assert most == 2
     assert sorted(driver.finished) == [str(index) for index in range(6)]
     assert driver.finished[:2] == ["0", "1"], "in order of arrival"
+
+
+def test_interactive_requests_do_not_wait_for_places_of_batch_ones(drive: Drive) -> None:
+    driver = drive(max_running=2)
+    for index in range(3):
+        driver.submit(f"bulk {index}", num_inference_steps=30, priority="batch")
+    driver.tick()
+    for index in range(3):
+        driver.submit(f"picture {index}", num_inference_steps=3)
+    driver.tick()
+    assert driver.ranks.held.keys() == {"bulk 0", "bulk 1", "picture 0", "picture 1"}
+    driver.drain()
+    assert driver.finished[:3] == ["picture 0", "picture 1", "picture 2"]
+    assert len(driver.finished) == 6
 
 
 def test_fail_all_ends_every_request_once(drive: Drive) -> None:

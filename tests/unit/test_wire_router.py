@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from diffgen.args import ListenArgs
-from diffgen.errors import ConnectionFailed, StartFailed
+from diffgen.errors import ConnectionFailed, GenerationError, StartFailed
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import OutputBatch, TensorHeader
 from diffgen.server.outbox import KEEP_BYTES, KEEP_S, Outbox
@@ -277,7 +277,7 @@ def test_a_client_that_vanishes_is_forgotten(served: Served) -> None:
         assert isinstance(stays.hello(), Welcome)
 
 
-def test_a_result_is_kept_until_its_client_has_it(served: Served) -> None:
+def test_an_answer_is_kept_until_its_client_has_it(served: Served) -> None:
     now = 0.0
     outbox = Outbox(served.router, lambda: now)
     submit = Submit("a", SamplingParams(prompt="p"))
@@ -291,6 +291,12 @@ def test_a_result_is_kept_until_its_client_has_it(served: Served) -> None:
         assert isinstance(client.answer(), Result), "once more"
         assert outbox.take(identity, Received("a"))
         assert not outbox.take(identity, submit), "it has been given up"
+        failed = Failed("a", GenerationError("by design").info())
+        outbox.send(identity, failed)
+        assert client.answer() == failed
+        assert outbox.take(identity, submit)
+        assert client.answer() == failed, "once more"
+        assert outbox.take(identity, Received("a"))
     for leaves in (Bye(), None):
         outbox.send(b"gone", _result("a"), np.zeros(3, np.uint8))
         if leaves is None:
@@ -302,7 +308,7 @@ def test_a_result_is_kept_until_its_client_has_it(served: Served) -> None:
             outbox.take(b"gone", leaves)
         assert not outbox.take(b"gone", submit)
     for name in "abc":
-        outbox.send(b"gone", _result(name), np.zeros(KEEP_BYTES // 2, np.uint8))
+        outbox.send(b"gone", _result(name), np.zeros(KEEP_BYTES // 2 - 10_000, np.uint8))
     held = [name for name in "abc" if outbox.take(b"gone", Submit(name, submit.params))]
     assert held == ["b", "c"], "as many bytes as may be, the newest"
 

@@ -100,6 +100,7 @@ class Denoise:
 class Small:
     stages: Sequence[Stage]
     spec: ModelSpec
+    preview: Callable[[Req, torch.Tensor | None], torch.Tensor] | None = None
 
 
 Make = Callable[[], GPUWorker]
@@ -109,7 +110,7 @@ Make = Callable[[], GPUWorker]
 def make(model: ModelSpec) -> Make:
     def build() -> GPUWorker:
         pipeline = Small([Encode(), Optional(), Noise(), Denoise()], model)
-        return GPUWorker(pipeline, ParallelExecutor(CPU), Control(RankInfo(0, 1), None))
+        return GPUWorker(pipeline, ParallelExecutor(CPU), Control(RankInfo(0, 1)))
 
     return build
 
@@ -185,6 +186,22 @@ def test_a_request_goes_through_its_stages(worker: GPUWorker) -> None:
     assert worker.progress.units == {"encode": 1, "optional": 0, "noise": 1, "denoise": 2}
     assert worker.progress.tick == 5
     assert worker.progress.unit_since is None
+
+
+def test_a_preview_that_fails_is_told_with_the_result(worker: GPUWorker) -> None:
+    tried: list[int] = []
+
+    def preview(req: Req, before: torch.Tensor | None) -> torch.Tensor:
+        tried.append(req.unit)
+        raise ValueError("no picture")
+
+    worker.pipeline.preview = preview
+    tick = Ticks(worker)
+    tick.to_denoising(admit("a", steps=3, preview_every=1))
+    finished = [tick(3, ("a",))[1] for _ in range(3)][-1]
+    assert finished["a"].warnings == ("a preview could not be made, so none comes any more: ValueError: no picture",)
+    assert tried == [1]
+    assert worker.previews == []
 
 
 def test_a_stage_with_units_for_some_requests_is_run_for_those(worker: GPUWorker) -> None:

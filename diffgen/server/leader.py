@@ -1,0 +1,126 @@
+"""Rank 0's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from diffgen.args import ModelArgs
+from diffgen.loading.device import default_dtype
+from diffgen.loading.memory import RequestMemory
+from diffgen.scheduler.plan import Plan, StageInfo
+from diffgen.scheduler.scheduler import Answer, Scheduler
+from diffgen.server.answer import make_result
+from diffgen.server.outbox import Outbox
+from diffgen.server.pipe import Journal, Pipe, Ready, Start, Stop, ToRank
+from diffgen.server.warmup import place, warm_up
+from diffgen.wire.messages import Closing, Failed, Status, Submit
+from diffgen.wire.router import Router
+from diffgen.worker.faults import Faults
+from diffgen.worker.worker import GPUWorker
+
+
+def make_scheduler(start: Start, worker: GPUWorker, open_empty: Callable[[ModelArgs], Any]) -> Scheduler:
+    """``open_empty`` gives the pipeline without weights."""
+    args, device = start.args, worker.executor.device
+    dtype = args.model.dtype or str(default_dtype(device)).removeprefix("torch.")
+    model = msgspec.structs.replace(args.model, dtype=dtype)
+    return Scheduler(
+        worker.pipeline.spec,
+        args.limits,
+        args.run,
+        uuid.uuid4().hex,
+        deaths=start.deaths,
+        stages=[StageInfo(s.name, s.prepares, s.stepped, s.encodes) for s in worker.pipeline.stages],
+        restarts=start.restarts,
+        memory=RequestMemory(device, args.run.num_gpus, lambda: open_empty(model)),
+        failures=start.failures,
+    )
+
+
+class Leader:
+    """Takes messages, plans, tells the other ranks, runs, answers. Made once the model is loaded, it draws the warm-up
+    and then listens; ready to :meth:`run`."""
+
+    def __init__(
+        self,
+        start: Start,
+        worker: GPUWorker,
+        scheduler: Scheduler,
+        faults: Faults,
+        pipe: Pipe[ToRank],
+        inbox: queue.SimpleQueue[Any],
+    ) -> None:
+        self._worker, self._scheduler, self._faults = worker, scheduler, faults
+        self._pipe, self._inbox = pipe, inbox
+        warm_up(start.args, worker, self._broadcast)
+        self._router = Router(start.socket, start.args.listen, inbox)
+        self._outbox = Outbox(self._router)
+        pipe.send(Ready(worker.pipeline.spec.name, self._router.address))
+
+    def run(self) -> None:
+        """Until told to stop."""
+        while self._take():
+            if not self._scheduler.idle:
+                self._tick()
+        self._broadcast(self._scheduler.stop())
+        self._router.close(Closing())
+
+    def _broadcast(self, plan: Plan) -> None:
+        self._worker.control.broadcast(msgspec.msgpack.encode(plan))
+
+    def _take(self) -> bool:
+        """Take what has come; waits while there is nothing else to do. False when told to stop."""
+        for item in _received(self._inbox, self._outbox.expire() if self._scheduler.idle else 0.0):
+            if isinstance(item, Stop):
+                return False
+            client, message = item
+            if not self._outbox.take(client, message):
+                answers = self._scheduler.handle(client, message)
+                # A request that is refused was never in work: sent again, it is looked at anew.
+                self._answer(answers, keep=not isinstance(message, Submit))
+        self._answer(self._scheduler.expire())
+        return True
+
+    def _tick(self) -> None:
+        scheduler, worker = self._scheduler, self._worker
+        plan = scheduler.plan()
+        self._pipe.send(Journal(plan.ids))
+        self._broadcast(plan)
+        began = time.perf_counter()
+        outcomes, finished = worker.tick(plan)
+        place(scheduler, worker, plan, outcomes)
+        self._answer(scheduler.commit(outcomes, time.perf_counter() - began))
+        for preview, array in worker.previews:
+            self._router.send(scheduler.client_of(preview.id), preview, array)
+        for req in finished.values():
+            job = scheduler.release(req.id)
+            self._faults.at("send", prompts=[req.params.prompt])
+            result, tensor = make_result(req, job.timings, worker.executor.device)
+            self._outbox.send(job.client, result, tensor)
+
+    def _answer(self, answers: Iterable[Answer], keep: bool = True) -> None:
+        for client, answer in answers:
+            if isinstance(answer, Status):
+                answer = msgspec.structs.replace(answer, malformed=self._router.malformed)
+            if isinstance(answer, Failed) and keep:
+                self._outbox.send(client, answer)
+            else:
+                self._router.send(client, answer)
+
+
+def _received(inbox: queue.SimpleQueue[Any], wait: float | None) -> list[Any]:
+    """Everything in the inbox; while it is empty, waits at most ``wait`` seconds, None being for ever."""
+    items: list[Any] = []
+    with contextlib.suppress(queue.Empty):
+        if wait != 0:
+            items.append(inbox.get(timeout=wait))
+        while True:
+            items.append(inbox.get_nowait())
+    return items
