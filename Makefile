@@ -4,8 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Two files at a time: a start is imports on one core. A file stays whole, since its tests share servers.
-PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
+# Two files at a time, the long ones (e2e, parity) first. A file stays whole, since its tests share servers.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast lint format clean
 
