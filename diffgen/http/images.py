@@ -9,7 +9,6 @@ import math
 import time
 from typing import Any
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -20,19 +19,26 @@ from diffgen.http import schema
 from diffgen.http.bodies import read_body
 from diffgen.http.errors import HttpError, json_response
 from diffgen.http.guard import exchange_of
-from diffgen.http.params import HIDDEN, ImageOptions, check_image, check_model, known_fields, quality_of, split
+from diffgen.http.params import (
+    HIDDEN,
+    ImageOptions,
+    check_image,
+    check_model,
+    known_fields,
+    quality_of,
+    split,
+    with_previews,
+)
+from diffgen.http.previews import enlarged
 from diffgen.http.service import Service, service_of
 from diffgen.http.stream import stream
 from diffgen.http.work import Work
 from diffgen.media import encode
 from diffgen.media.metadata import fits_jpeg, of_output
-from diffgen.params import ModelSpec, SamplingParams
+from diffgen.params import SamplingParams
 from diffgen.result import GenerationResult
 
 router = APIRouter()
-
-# A preview has a pixel for each of the latents'.
-_ENLARGED = 4
 
 
 @router.post("/v1/images/generations", **schema.posts(ImageOptions, "Images", event="ImageEvent"))
@@ -43,7 +49,7 @@ async def generate(request: Request) -> Response:
     values = await read_body(request, known_fields(ImageOptions))
     params, options, warnings = split(values, ImageOptions, ignore_unknown=service.ignores_unknown)
     check_model(options, service.served)
-    params = with_previews(check_image(params, options), options.partial_images or 0, generator.model)
+    params = with_previews(check_image(params, options), options.partial_images, generator.model)
     note_params(request, params)
     work = service.works.begin(request, values, lambda: service.traced(request, generator.submit(params)))
     exchange_of(request.scope).notes["generation"] = work.handle.id
@@ -58,14 +64,6 @@ async def generate(request: Request) -> Response:
     finally:
         service.works.leave(work)
     return json_response(await answer.whole(result))
-
-
-def with_previews(params: SamplingParams, partial_images: int, model: ModelSpec) -> SamplingParams:
-    """Previews spread over the steps, where the model has any."""
-    if partial_images == 0 or "preview_every" not in model.takes:
-        return params
-    steps = params.num_inference_steps or model.defaults.get("num_inference_steps") or 1
-    return msgspec.structs.replace(params, preview_every=max(1, int(steps) // (partial_images + 1)))
 
 
 def note_params(request: Request, params: SamplingParams) -> None:
@@ -89,16 +87,13 @@ class ImageAnswer:
         self.format = options.output_format or "png"
 
     async def preview(self, pixels: Any) -> tuple[str, tuple[int, int]]:
-        """A preview's first output (h, w, 3) at four times its size, in base64, and that size (width, height)."""
-        from PIL import Image
+        """A preview's first output at four times its size, in base64, and that size (width, height)."""
 
-        def enlarge() -> tuple[str, tuple[int, int]]:
-            small = Image.fromarray(pixels[0, 0])
-            size = (small.width * _ENLARGED, small.height * _ENLARGED)
-            large = np.asarray(small.resize(size, Image.Resampling.BICUBIC))
-            return base64.b64encode(self.encode(large)).decode(), size
+        def encode() -> tuple[str, tuple[int, int]]:
+            (large,) = enlarged(pixels[0, :1])
+            return base64.b64encode(self.encode(np.asarray(large))).decode(), large.size
 
-        return await asyncio.to_thread(enlarge)
+        return await asyncio.to_thread(encode)
 
     def common(self, size: tuple[int, int]) -> dict[str, Any]:
         """What every event and answer says. ``size`` is (width, height)."""

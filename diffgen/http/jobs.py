@@ -22,7 +22,7 @@ from diffgen.errors import (
     ServerClosed,
     WorkerDied,
 )
-from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.handle import Event, GenerationHandle, Preview, is_final
 from diffgen.http.metrics import Metrics
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Trace
@@ -50,6 +50,8 @@ class Live:
     progress: int = 0
     ahead: int | None = None
     ends_at: float | None = None  # time.time()
+    previews: int = 0
+    preview: Preview | None = None  # the newest
     deleted: bool = False
     trace: Trace | None = None
 
@@ -58,6 +60,8 @@ class Live:
             self.ahead = event.ahead
         if isinstance(event, Accepted | Progress) and event.eta is not None:
             self.ends_at = time.time() + event.eta
+        if isinstance(event, Preview):
+            self.previews, self.preview = self.previews + 1, event
         if isinstance(event, Progress):
             self.progress = max(self.progress, percent(event))
 

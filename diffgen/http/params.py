@@ -66,6 +66,13 @@ class ImageOptions(CommonOptions, frozen=True, kw_only=True):
 class VideoOptions(CommonOptions, frozen=True, kw_only=True):
     """What a video request may hold beside :class:`SamplingParams`."""
 
+    partial_images: Annotated[
+        int | None,
+        Meta(
+            description="previews to make while it runs; the newest is content with variant=preview",
+            extra={"min": 0, "max": 3},
+        ),
+    ] = None
     quality: Annotated[str | None, Meta(description=_OF_OPENAI)] = None
 
 
@@ -100,7 +107,7 @@ def split(values: Mapping[str, Any], options: type[O], *, ignore_unknown: bool) 
     params = parse_params(sampling)
     count = params.num_outputs_per_prompt
     if count is not None and count > MAX_N:
-        refuse("n", f"n is {count}; one request makes at most {MAX_N}; send several")
+        refuse("n", f"n is {count}; a request over HTTP makes at most {MAX_N}, as in OpenAI's API; send several")
     return params, built, warnings + _idle(built)
 
 
@@ -150,6 +157,14 @@ def quality_of(options: ImageOptions) -> int:
     if options.output_compression is not None:
         return options.output_compression
     return encode.DEFAULT_QUALITY if options.output_quality is None else _QUALITIES[options.output_quality]
+
+
+def with_previews(params: SamplingParams, partial_images: int | None, model: ModelSpec) -> SamplingParams:
+    """Previews spread over the steps, where the model has any."""
+    if not partial_images or "preview_every" not in model.takes:
+        return params
+    steps = params.num_inference_steps or model.defaults.get("num_inference_steps") or 1
+    return msgspec.structs.replace(params, preview_every=max(1, int(steps) // (partial_images + 1)))
 
 
 def as_clip(params: SamplingParams, model: ModelSpec) -> SamplingParams:

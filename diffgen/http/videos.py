@@ -19,7 +19,8 @@ from diffgen.http.errors import HttpError, json_response
 from diffgen.http.guard import exchange_of
 from diffgen.http.images import note_params, shown_params
 from diffgen.http.jobs import Live
-from diffgen.http.params import VideoOptions, as_clip, check_model, known_fields, split
+from diffgen.http.params import VideoOptions, as_clip, check_model, known_fields, split, with_previews
+from diffgen.http.previews import as_webp
 from diffgen.http.service import Service, service_of
 from diffgen.http.store import Job
 from diffgen.http.work import fingerprint, idempotency_key, reused_key
@@ -51,7 +52,8 @@ async def create(request: Request) -> Response:
     check_model(options, service.served)
     if params.num_outputs_per_prompt not in (None, 1):
         raise InvalidRequest(f"n is {params.num_outputs_per_prompt}; a job makes one clip", code="invalid_n", param="n")
-    resolved = resolve(as_clip(params, service.model), service.model, service.limits)
+    clip = with_previews(as_clip(params, service.model), options.partial_images, service.model)
+    resolved = resolve(clip, service.model, service.limits)
     if resolved.params.num_frames == 1:
         rule = "use /v1/images/generations for a still image"
         raise InvalidRequest(f"num_frames is 1: {rule}", code="invalid_num_frames", param="num_frames")
@@ -101,6 +103,7 @@ def _view(service: Service, job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(job.peak_memory_mb, 1) or None,
         "eta": round(max(0.0, live.ends_at - time.time()), 1) if live is not None and live.ends_at else None,
         "ahead": live.ahead if live is not None and job.status == "queued" else None,
+        "previews": 0 if live is None else live.previews,
     }
 
 
@@ -162,10 +165,12 @@ async def delete(request: Request, video_id: str) -> Response:
 
 @router.get("/v1/videos/{video_id}/content", **schema.gives_file("video/mp4", "image/webp"))
 async def content(request: Request, video_id: str, variant: str = "video") -> Response:
-    """The clip, or with ``variant=thumbnail`` its first frame."""
+    """The clip, with ``variant=thumbnail`` its first frame, with ``preview`` what it is going to be, while it runs."""
     service = service_of(request)
+    if variant == "preview":
+        return await _preview(service, await _find(service, video_id))
     if variant not in _FILES:
-        rule = f"variant is {variant!r:.60}; it must be {' or '.join(_FILES)}"
+        rule = f"variant is {variant!r:.60}; it must be {', '.join(_FILES)} or preview"
         raise InvalidRequest(rule, code="invalid_variant", param="variant")
     job = service.jobs.latest(await _find(service, video_id))
     if job.status == "failed":
@@ -179,3 +184,13 @@ async def content(request: Request, video_id: str, variant: str = "video") -> Re
     if (job.expires_at is not None and time.time() > job.expires_at) or not path.exists():
         raise HttpError(404, "video_expired", f"video {video_id} was kept {service.args.media_ttl:g} s")
     return FileResponse(path, media_type=media_type)
+
+
+async def _preview(service: Service, job: Job) -> Response:
+    live = service.jobs.live(job.id)
+    if live is None or live.preview is None:
+        rule = "it has one while it runs, after some steps, if partial_images was given and the model has previews"
+        raise HttpError(404, "no_preview", f"video {job.id} has no preview now; {rule}", param="variant")
+    seconds = (job.params.num_frames or 1) / (job.params.fps or 1.0)
+    content = await asyncio.to_thread(as_webp, live.preview.pixels[0], seconds)
+    return Response(content, media_type="image/webp", headers={"cache-control": "no-store"})

@@ -52,6 +52,7 @@ from diffgen.wire.messages import (
     Welcome,
 )
 from diffgen.wire.router import HEARTBEAT_MS, SILENCE_MS, USER
+from diffgen.wire.unanswered import Unanswered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,14 +78,12 @@ class Connection:
         self.address = address
         self.patience = patience
         self._token = token
-        self._pending: dict[str, GenerationHandle] = {}
+        self._unanswered = Unanswered()
         # The server answers in order, so the oldest question is the one answered.
         self._questions: collections.deque[Answer] = collections.deque()
         self._sent: set[str] = set()  # since the last Welcome
         self._cancelled: set[str] = set()  # asked for and not yet answered
-        self._lock = threading.Lock()
         self._outgoing: Mailbox[msgspec.Struct | tuple[GetStatus | Abort, Answer] | None] = Mailbox()
-        self._ended: DiffgenError | None = None
         self._spec: ModelSpec | None = None
         self._settled = threading.Event()  # welcomed, or ended
         self._welcomed = False
@@ -130,18 +129,13 @@ class Connection:
             error = ConnectionFailed(f"no diffgen server answered at {self.address} within {timeout:g} s; is it up?")
             self.end(error)
             raise error
-        if self._ended is not None:
-            raise self._ended
+        self._unanswered.check()
         assert self._spec is not None
         return self._spec
 
     def submit(self, params: SamplingParams) -> GenerationHandle:
         """Send a request. Raises what ended the connection, if it has ended."""
-        handle = GenerationHandle(params, self.cancel)
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._pending[handle.id] = handle
+        handle = self._unanswered.begin(params, self.cancel)
         self._outgoing.put(Submit(handle.id, params))
         return handle
 
@@ -151,8 +145,7 @@ class Connection:
 
     def ask(self, question: GetStatus | Abort, timeout: float) -> Status | Aborted:
         """The server's answer. Raises :class:`ConnectionFailed` after ``timeout`` s, or what ended the connection."""
-        if self._ended is not None:
-            raise self._ended
+        self._unanswered.check()
         answer: Answer = concurrent.futures.Future()
         self._outgoing.put((question, answer))
         try:
@@ -162,12 +155,7 @@ class Connection:
 
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
-        with self._lock:
-            if self._ended is None:
-                self._ended = error
-            pending, self._pending = self._pending, {}
-        for handle in pending.values():
-            publish_failure(handle, error)
+        self._unanswered.end(error)
         self._settled.set()
 
     def close(self) -> None:
@@ -199,7 +187,7 @@ class Connection:
             if self._outgoing.fileno() in ready and not self._send_waiting():
                 break
             lost = self._lost_at
-            if lost is not None and self._ended is None and time.monotonic() - lost > self.patience:
+            if lost is not None and self._unanswered.reason is None and time.monotonic() - lost > self.patience:
                 self.end(ConnectionFailed(f"no server has answered at {self.address} for {self.patience:g} s"))
         self._socket.disable_monitor()
         self._monitor.close(0)
@@ -208,7 +196,7 @@ class Connection:
         self._context.term()
 
     def _poll_ms(self) -> int | None:
-        if self._lost_at is None or self._ended is not None:
+        if self._lost_at is None or self._unanswered.reason is not None:
             return None
         if self.patience == math.inf:
             return None
@@ -229,9 +217,7 @@ class Connection:
             self.end(ConnectionFailed(refusal, code="unauthorized", retryable=False))
 
     def _tell_restarting(self) -> None:
-        with self._lock:
-            unanswered = list(self._pending.values())
-        for handle in unanswered:
+        for handle in self._unanswered.all():
             handle.publish(Restarting(handle.id))
 
     def _send_waiting(self) -> bool:
@@ -267,16 +253,13 @@ class Connection:
 
     def _send_request(self, message: Submit) -> None:
         """Send it unless it has ended, has just been sent, or must wait for the next Welcome, which sends it."""
-        if self._welcomed and message.id in self._pending and message.id not in self._sent:
+        if self._welcomed and self._unanswered.get(message.id) is not None and message.id not in self._sent:
             self._sent.add(message.id)
             self._send(message)
 
     def _end_cancelled(self, request_id: str) -> None:
         """End a cancelled request here, where no server is there to do it; one may still hold it, and hears later."""
-        with self._lock:
-            handle = self._pending.pop(request_id, None)
-        if handle is not None:
-            publish_failure(handle, RequestCancelled("cancelled by its owner while no server was connected"))
+        self._unanswered.fail(request_id, RequestCancelled("cancelled by its owner while no server was connected"))
 
     def _send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a lost peer shows as a network event
@@ -297,10 +280,8 @@ class Connection:
                     self._end_cancelled(request_id)
                     self._send(Cancel(request_id))
                 self._cancelled.clear()
-                with self._lock:
-                    unanswered = list(self._pending.values())
                 self._sent.clear()
-                for handle in unanswered:
+                for handle in self._unanswered.all():
                     self._send_request(Submit(handle.id, handle.params, time.monotonic() - handle.created))
                 self._settled.set()
             case Ping():
@@ -310,8 +291,7 @@ class Connection:
             case Failed(id=""):
                 self.end(error_from(message.error))
             case Accepted() | Progress():
-                with self._lock:
-                    waiting = self._pending.get(message.id)
+                waiting = self._unanswered.get(message.id)
                 if waiting is not None:
                     waiting.publish(message)
             case Failed():
@@ -324,8 +304,7 @@ class Connection:
                     self._questions.popleft().set_result(message)
             case Preview():
                 pixels = _only_array(message.tensor, tensors)
-                with self._lock:
-                    shown = self._pending.get(message.id)
+                shown = self._unanswered.get(message.id)
                 if shown is not None:
                     shown.publish(handles.Preview(message.id, message.step, message.total, pixels))
             case Result():
@@ -342,8 +321,7 @@ class Connection:
     def _take(self, request_id: str) -> GenerationHandle | None:
         self._cancelled.discard(request_id)
         self._sent.discard(request_id)
-        with self._lock:
-            return self._pending.pop(request_id, None)
+        return self._unanswered.take(request_id)
 
 
 def _only_array(header: TensorHeader, tensors: list[zmq.Frame]) -> NDArray[Any]:
@@ -353,7 +331,3 @@ def _only_array(header: TensorHeader, tensors: list[zmq.Frame]) -> NDArray[Any]:
 
 
 _ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH"
-
-
-def publish_failure(handle: GenerationHandle, error: DiffgenError) -> None:
-    handle.publish(Failed(handle.id, error.info()), error)

@@ -26,9 +26,9 @@ from diffgen.handle import GenerationHandle, Preview, Restarting
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
 from diffgen.wire import codec
-from diffgen.wire.client import publish_failure
 from diffgen.wire.messages import Abort, Aborted, Accepted, Failed, GetStatus, Progress, Result, Status
 from diffgen.wire.messages import Preview as PreviewMessage
+from diffgen.wire.unanswered import Unanswered
 
 _RETRY_S = 0.5
 # The server says every 15 s that it is still there.
@@ -54,11 +54,10 @@ class HttpConnection:
         except (httpx2.InvalidURL, ValueError) as error:
             raise ConnectionFailed(f"cannot connect to {address!r}: {error}; give http://HOST:PORT") from None
         self._decoder = codec.server_message_decoder()
+        self._unanswered = Unanswered()
         self._lock = threading.Lock()
-        self._pending: dict[str, GenerationHandle] = {}
         self._remote: dict[str, str] = {}  # the server's ids
         self._cancelled: set[str] = set()
-        self._ended: DiffgenError | None = None
         self._model = ""
 
     def wait_ready(self, timeout: float) -> ModelSpec:
@@ -79,11 +78,7 @@ class HttpConnection:
 
     def submit(self, params: SamplingParams) -> GenerationHandle:
         """Send a request. Raises what ended the connection, if it has ended."""
-        handle = GenerationHandle(params, self.cancel)
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._pending[handle.id] = handle
+        handle = self._unanswered.begin(params, self.cancel)
         threading.Thread(target=self._run, args=(handle,), name=f"request-{handle.id}", daemon=True).start()
         return handle
 
@@ -101,8 +96,7 @@ class HttpConnection:
 
     def ask(self, question: GetStatus | Abort, timeout: float) -> Status | Aborted:
         """The server's answer. Raises :class:`ConnectionFailed` after ``timeout`` s, or what ended the connection."""
-        if self._ended is not None:
-            raise self._ended
+        self._unanswered.check()
         if isinstance(question, Abort):
             found = self._get("DELETE", f"/v1/requests/{question.id}", timeout=timeout)["found"]
             return Aborted(question.id, found)
@@ -111,14 +105,10 @@ class HttpConnection:
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
         with self._lock:
-            if self._ended is None:
-                self._ended = error
-            pending, self._pending = self._pending, {}
-            remote = [self._remote[key] for key in pending if key in self._remote]
-        for handle in pending.values():
-            publish_failure(handle, error)
-        for request_id in remote:
-            self._cancel_remote(request_id)
+            remote = dict(self._remote)
+        for handle in self._unanswered.end(error):
+            if handle.id in remote:
+                self._cancel_remote(remote[handle.id])
 
     def close(self) -> None:
         """Cancel what is pending and close the connections."""
@@ -143,12 +133,12 @@ class HttpConnection:
         """One request, until it is answered."""
         lost_at = time.monotonic()
         try:
-            while handle.id in self._pending:
+            while not handle.done():
                 try:
                     for message, tensor in self._events(handle):
                         lost_at = time.monotonic()
                         self._publish(handle, message, tensor)
-                    if handle.id not in self._pending:
+                    if handle.done():
                         return
                     reason = "the answer broke off"
                 except (httpx2.HTTPError, ConnectionFailed) as error:
@@ -161,20 +151,14 @@ class HttpConnection:
                 handle.publish(Restarting(handle.id))
                 time.sleep(_RETRY_S)
         except DiffgenError as error:
-            self._fail(handle, error)
+            self._unanswered.fail(handle.id, error)
         except Exception as error:
             # The border of the thread: without it nobody would answer who waits.
-            self._fail(handle, ConnectionFailed(f"the connection to {self.address} broke: {error!r}"))
-
-    def _fail(self, handle: GenerationHandle, error: DiffgenError) -> None:
-        if self._take(handle.id):
-            publish_failure(handle, error)
-
-    def _take(self, request_id: str) -> bool:
-        with self._lock:
-            self._remote.pop(request_id, None)
-            self._cancelled.discard(request_id)
-            return self._pending.pop(request_id, None) is not None
+            self._unanswered.fail(handle.id, ConnectionFailed(f"the connection to {self.address} broke: {error!r}"))
+        finally:
+            with self._lock:
+                self._remote.pop(handle.id, None)
+                self._cancelled.discard(handle.id)
 
     def _events(self, handle: GenerationHandle) -> Iterator[tuple[Any, bytes | None]]:
         values = {name: value for name, value in msgspec.structs.asdict(handle.params).items() if value is not None}
@@ -206,10 +190,10 @@ class HttpConnection:
                 handle.publish(Preview(handle.id, message.step, message.total, pixels))
             case Result() if tensor is not None:
                 raw = codec.array(message.output.tensor, tensor)
-                if self._take(handle.id):
+                if self._unanswered.take(handle.id) is not None:
                     handle.publish(GenerationResult.from_output(handle.id, message.output, raw, self._model))
             case Failed():
-                self._fail(handle, error_from(message.error))
+                self._unanswered.fail(handle.id, error_from(message.error))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no event of a request")
 

@@ -72,6 +72,8 @@ def generate(page: Page, prompt: str, **fields: object) -> None:
 def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> None:
     page.goto(bundled_server.url)
     expect(page.locator("#state")).to_have_text("shapes is ready")
+    page.get_by_text("More", exact=True).click()
+    page.get_by_label("output format").select_option("webp")
     generate(page, "a red circle on a blue background", Steps=40, Seed=1)
     card = page.locator("article").first
     expect(card.locator("img.preview")).to_be_visible()
@@ -79,6 +81,7 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     shot(page, "1-preview")
     expect(card.locator("img:not(.preview)")).to_be_visible()
     expect(card.locator("dl")).to_contain_text("seed1")
+    assert (card.locator("img").get_attribute("src") or "").startswith("data:image/webp")
     assert page.evaluate("document.querySelector('article img').naturalWidth") == 128
     expect(card.locator(".work")).to_be_hidden()
 
@@ -95,8 +98,10 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     page.locator("article").first.get_by_role("button", name="Remove").click()
 
     page.get_by_label("Clip", exact=True).check()
-    generate(page, "a white triangle moving right on a purple background", Steps=4, Frames=5)
+    generate(page, "a white triangle moving right on a purple background", Steps=60, Frames=5)
     card = page.locator("article").first
+    expect(card.locator("img.preview")).to_be_visible()
+    shot(page, "1-clip-preview")
     video = card.locator("video")
     expect(video).to_be_visible()
     expect(card.locator("dl")).to_contain_text("frames5")
@@ -108,6 +113,7 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     page.locator("article").last.get_by_role("button", name="Use again").click()
     assert page.get_by_label("Steps", exact=True).input_value() == "40"
     assert page.get_by_label("Image", exact=True).is_checked()
+    assert page.get_by_label("output format").input_value() == "webp"
 
     page.reload()
     expect(page.locator("article video")).to_be_visible()  # the server keeps its clips

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from http_server import LONG, SMALL, Server
+from PIL import Image
 from processes import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API")]
@@ -139,18 +140,24 @@ def test_bad_forms(http_server: Server) -> None:
 
 
 def test_progress_then_cancel(http_server: Server) -> None:
-    job = http_server.post({**LONG, "num_frames": 5}, "/v1/videos").json()
-    assert (job["status"], job["progress"]) == ("queued", 0)
+    clip = {**LONG, "num_inference_steps": 400, "num_frames": 5}
+    job = http_server.post({**clip, "partial_images": 3}, "/v1/videos").json()
+    assert (job["status"], job["progress"], job["previews"]) == ("queued", 0, 0)
+    path = f"/v1/videos/{job['id']}/content"
+    assert http_server.http.get(path, params={"variant": "preview"}).json()["error"]["code"] == "no_preview"
     seen: list[dict[str, Any]] = []
 
     def look() -> bool:
         seen.append(http_server.http.get(f"/v1/videos/{job['id']}").json())
-        return bool(seen[-1]["progress"] >= 3)
+        return bool(seen[-1]["previews"] >= 1)
 
     wait_until(look, 30, "progress is told")
     assert [s["progress"] for s in seen] == sorted(s["progress"] for s in seen)
     assert seen[-1]["status"] == "in_progress"
-    early = http_server.http.get(f"/v1/videos/{job['id']}/content")
+    assert 0 < seen[-1]["progress"] < 100
+    preview = Image.open(io.BytesIO(http_server.http.get(path, params={"variant": "preview"}).content))
+    assert (preview.format, preview.size, preview.n_frames) == ("WEBP", (32, 32), 2), "a frame for each of the latents'"
+    early = http_server.http.get(path)
     assert (early.status_code, early.json()["error"]["code"]) == (409, "video_not_ready")
     assert early.headers["x-should-retry"] == "false"
     before = http_server.metric("diffgen_requests_finished_total", outcome="request_cancelled")

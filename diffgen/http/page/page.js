@@ -6,7 +6,7 @@ const NAMES = {
   width: "Width", height: "Height", num_inference_steps: "Steps", guidance_scale: "Guidance", seed: "Seed",
   num_outputs_per_prompt: "Images", num_frames: "Frames", fps: "Frames a second",
 };
-const ONLY_IMAGES = new Set(["num_outputs_per_prompt"]);
+const ONLY_IMAGES = new Set(["num_outputs_per_prompt", "output_format"]);
 const ONLY_CLIPS = new Set(["num_frames", "fps", "seconds"]);
 const POLL_MS = 700;
 let model = null;
@@ -87,6 +87,8 @@ function build() {
     if (name === "negative_prompt") continue;
     (name in NAMES ? main : more).push(field(name, rule));
   }
+  const [usual, ...others] = model.output_formats.image;
+  more.push(field("output_format", { description: `file format; ${usual} when left`, enum: [usual, ...others] }));
   byId("fields").replaceChildren(...main);
   byId("more-fields").replaceChildren(...more);
   byId("more").hidden = more.length === 0;
@@ -185,9 +187,11 @@ class Card {
   }
 }
 
-function picture(base64, format, alt) {
-  return Object.assign(document.createElement("img"), { src: `data:image/${format};base64,${base64}`, alt });
+function picture(src, alt, className = "") {
+  return Object.assign(document.createElement("img"), { src, alt, className });
 }
+
+const inline = (event) => `data:image/${event.output_format};base64,${event.b64_json}`;
 
 // --- images: one stream a request ------------------------------------------------------------------------------------
 
@@ -222,13 +226,11 @@ async function makeImages(params) {
         const [low, high] = SPANS[stage] ?? [0, 0];
         if (stage) card.tell(`${stage} ${step} of ${total}`, low + (high - low) * step / total);
       } else if (event.type === "image_generation.partial_image") {
-        const preview = picture(event.b64_json, event.output_format, "preview");
-        preview.className = "preview";
-        card.show(preview);
+        card.show(picture(inline(event), "preview", "preview"));
       } else if (event.type === "image_generation.completed") {
-        made.push(picture(event.b64_json, event.output_format, params.prompt));
+        made.push(picture(inline(event), params.prompt));
         card.show(...made);
-        card.done({ ...event.params, seed: event.params.seed }, event.warnings, event.inference_time_s);
+        card.done({ ...event.params, output_format: params.output_format }, event.warnings, event.inference_time_s);
       } else if (event.type === "error") {
         throw new Error(event.error.message);
       }
@@ -250,22 +252,35 @@ function plainly(error) {
 async function makeClip(params) {
   const card = new Card("video", params);
   try {
-    const job = await (await call("v1/videos", { json: params })).json();
+    const job = await (await call("v1/videos", { json: { ...params, partial_images: 3 } })).json();
     await follow(card, job);
   } catch (error) {
     card.fail(plainly(error));
   }
 }
 
+async function showPreview(card, path) {
+  // It may have ended meanwhile.
+  const content = await call(`${path}/content?variant=preview`).then((answer) => answer.blob()).catch(() => null);
+  if (!content) return;
+  card.urls.push(URL.createObjectURL(content));
+  card.show(picture(card.urls.at(-1), "preview", "preview"));
+}
+
 async function follow(card, job) {
   const path = `v1/videos/${job.id}`;
   card.onCancel = () => call(path, { method: "DELETE" }).catch(() => {});
   card.onRemove = () => call(path, { method: "DELETE" });
+  let seen = 0;
   while (job.status === "queued" || job.status === "in_progress") {
     const left = job.eta === null ? "" : `, about ${Math.ceil(job.eta)} s left`;
     const waits = job.ahead ? `waiting behind ${job.ahead}` : "waiting";
     if (job.status === "queued") card.tell(waits + left, null);
     else card.tell(`${job.progress} %${left}`, job.progress);
+    if (job.previews > seen) {
+      seen = job.previews;
+      await showPreview(card, path);
+    }
     for (let known = false; !known;) {
       await pause(POLL_MS);
       try {
@@ -282,7 +297,7 @@ async function follow(card, job) {
   const content = await (await call(`${path}/content`)).blob();
   const video = document.createElement("video");
   card.urls.push(URL.createObjectURL(content));
-  Object.assign(video, { src: card.urls[0], controls: true, loop: true, muted: true, autoplay: true, playsInline: true });
+  Object.assign(video, { src: card.urls.at(-1), controls: true, loop: true, muted: true, autoplay: true, playsInline: true });
   video.setAttribute("aria-label", job.prompt);
   card.show(video);
   card.done(job.params, job.warnings, job.inference_time_s);
