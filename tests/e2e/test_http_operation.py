@@ -183,7 +183,7 @@ def drain(server: Server) -> None:
     it is not, and the exit code is 0."""
     answers: dict[str, httpx2.Response] = {}
     short = {**SMALL, "num_inference_steps": 20, "priority": "interactive"}
-    long = {**SMALL, "num_inference_steps": 1000, "size": "256x256", "n": 4, "priority": "batch"}
+    long = {**SMALL, "num_inference_steps": 1000, "size": "256x256", "n": 2, "priority": "batch"}
 
     def post(name: str, body: dict[str, object]) -> None:
         answers[name] = server.post(body)
