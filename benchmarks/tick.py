@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -122,7 +123,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.rank is not None:
         rank_main(int(options.rank), int(options.ranks), options.folder, options.ticks, options.requests)
-        return
+        sys.stdout.flush()
+        os._exit(0)  # as ranks do: threads of gloo may wait for peers that are gone
     print(f"{options.ticks} ticks, {options.requests} request(s) in each")
     print(f"{'ranks':>5} {'median us':>10} {'p10 us':>8} {'p90 us':>8} {'CPU us':>8} {'median ratio':>13}")
     first = None

@@ -65,9 +65,12 @@ class Outbox:
     def expire(self) -> float | None:
         """Drop what is too old; the seconds until there is more to drop, or None."""
         now = self._clock()
-        for request_id in [each for each, kept in self._kept.items() if kept.until <= now]:
+        while self._kept:
+            request_id, oldest = next(iter(self._kept.items()))
+            if oldest.until > now:
+                return oldest.until - now
             self._drop(request_id)
-        return next((kept.until - now for kept in self._kept.values()), None)
+        return None
 
     def _is(self, request_id: str, client: bytes) -> bool:
         return request_id in self._kept and self._kept[request_id].client == client

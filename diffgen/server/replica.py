@@ -14,11 +14,13 @@ from diffgen.args import ServerArgs
 from diffgen.errors import PEER_LOST, DiffgenError, ErrorInfo, StartFailed, WorkerDied, error_from
 from diffgen.server.launcher import Launcher, ending
 from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop
+from diffgen.wire.mailbox import Mailbox
 
 # Longer than any garbage collection or page fault: a rank that is this silent is stopped or gone.
 SILENCE_S = 60.0
 _STOP_S = 10.0
 _EXPLAIN_S = 1.0
+_WATCH_S = 1.0  # how late it may be seen that a start, a sign of life or a unit is overdue
 
 
 @dataclasses.dataclass
@@ -84,11 +86,13 @@ class Replica:
     def statuses(self) -> list[RankStatus]:
         return [dataclasses.replace(rank.status) for rank in self._ranks]
 
-    def watch(self, seconds: float) -> DiffgenError | None:
-        """Take what the ranks say, for at most about ``seconds``; returns why the replica has ended, if it has."""
+    def watch(self, wake: Mailbox[None]) -> DiffgenError | None:
+        """Wait for what the ranks say, or ``wake``, or some time; returns why the replica has ended, if it has."""
         launcher = self._launcher.connection
-        for connection in multiprocessing.connection.wait([launcher, *self._open], timeout=seconds):
-            assert isinstance(connection, multiprocessing.connection.Connection)
+        patience = _WATCH_S if self._ended_at is None else _EXPLAIN_S / 10
+        for connection in multiprocessing.connection.wait([launcher, wake.fileno(), *self._open], timeout=patience):
+            if not isinstance(connection, multiprocessing.connection.Connection):
+                continue
             if connection is launcher:
                 try:
                     self._launcher.receive()

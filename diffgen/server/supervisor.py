@@ -17,9 +17,9 @@ from diffgen.args import ServerArgs, check_args
 from diffgen.errors import DiffgenError, ErrorInfo, GenerationError, ServerError, StartFailed
 from diffgen.server.launcher import Launcher
 from diffgen.server.replica import RankStatus, Replica
+from diffgen.wire.mailbox import Mailbox
 
 _MAX_SOCKET_PATH = 100  # of the 107 bytes that the system allows
-_POLL_S = 0.2
 # Deaths this long ago say nothing of the present.
 _WINDOW_S = 600.0
 # By the number of lives in a row that have not become ready.
@@ -61,6 +61,7 @@ class Supervisor:
         self._started = False
         self._changed = threading.Condition()
         self._stopping = threading.Event()
+        self._wake: Mailbox[None] = Mailbox()  # for the thread to see that it is to stop
         self._thread = threading.Thread(target=self._run, name="diffgen-supervisor", daemon=True)
 
     @property
@@ -99,6 +100,7 @@ class Supervisor:
     def stop(self) -> None:
         """End the replica after its current unit, or kill it after ten seconds; remove the folder. Repeatable."""
         self._stopping.set()
+        self._wake.put(None)
         with self._changed:
             self._changed.notify_all()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
@@ -115,6 +117,7 @@ class Supervisor:
         self._replica = None
         if self._launcher is not None:
             self._launcher.kill()
+        self._wake.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if failure is not None:
             with self._changed:
@@ -154,7 +157,7 @@ class Supervisor:
         replica = Replica(self._launcher, args, self._folder, self.restarts, self.socket, *past)
         self._replica = replica
         while not self._stopping.is_set():
-            reason = replica.watch(_POLL_S)
+            reason = replica.watch(self._wake)
             if reason is not None:
                 replica.kill()
                 self.suspects.update(replica.journal)
