@@ -136,8 +136,8 @@ class DenoiserTask:
     """The denoiser's training and what it is set to."""
 
     folder: Path
-    steps: int = 16000
-    all_sizes_from: float = 0.4
+    steps: int = 18000
+    all_sizes_from: float = 0.36
     learning_rate: float = 2e-3
     warmup: int = 200
     decay_from: float = 0.65
