@@ -19,7 +19,7 @@ from diffgen.server.launcher import Launcher
 from diffgen.server.replica import RankStatus, Replica
 from diffgen.wire.mailbox import Mailbox
 
-_MAX_SOCKET_PATH = 100  # of the 107 bytes that the system allows
+_MAX_FOLDER = 80  # of the 107 bytes that the system allows for a socket's path; macOS 103
 # Deaths this long ago say nothing of the present.
 _WINDOW_S = 600.0
 # By the number of lives in a row that have not become ready.
@@ -176,7 +176,7 @@ class Supervisor:
 def make_run_folder() -> Path:
     """A private folder (0700) with a path short enough for sockets."""
     folder = tempfile.mkdtemp(prefix="diffgen-")
-    if len(folder) > _MAX_SOCKET_PATH:
+    if len(folder) > _MAX_FOLDER:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="diffgen-", dir="/tmp")
     return Path(folder)

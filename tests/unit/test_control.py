@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
+from multiprocessing.connection import Listener
 
 import pytest
 
 from diffgen.distributed.groups import MAX_GATHERED, Control, RankInfo
 from diffgen.errors import PEER_LOST, RanksDiverged, WorkerDied
+from diffgen.server.supervisor import make_run_folder
 
 
 def pair() -> tuple[Control, Control]:
@@ -44,3 +47,14 @@ def test_a_rank_whose_peer_has_gone_does_not_wait() -> None:
     with pytest.raises(WorkerDied, match="lost contact") as lost:
         first.gather_bytes(b"e" * MAX_GATHERED)
     assert lost.value.code == PEER_LOST
+
+
+@pytest.mark.parametrize("name", ["d" * 20, "d" * 60, "d" * 90])
+def test_paths_of_sockets_are_short_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix=name, dir="/tmp") as parent:
+        monkeypatch.setattr("tempfile.tempdir", parent)
+        folder = make_run_folder()
+        try:
+            Listener(str(folder / "rendezvous-99.15"), "AF_UNIX").close()
+        finally:
+            folder.rmdir()
