@@ -92,7 +92,8 @@ class Service:
 
     def traced(self, request: Request, handle: GenerationHandle) -> GenerationHandle:
         """A handle whose trace ends with the answer to ``request``."""
-        trace = self.begin_trace("image" if handle.params.num_frames == 1 else "video", request)
+        frames = handle.params.num_frames or self.model.defaults.get("num_frames")
+        trace = self.begin_trace("image" if frames in (None, 1) else "video", request)
         if trace is not None:
             trace.follow(handle)
             exchange_of(request.scope).trace = trace
