@@ -96,5 +96,22 @@ class AxisGroup:
         self.sent += sent
 
 
+class EmptyGroup(AxisGroup):
+    """The first of ``size`` ranks whose peers are not there, for tensors without values, of the shapes alone."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__(0, size)
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def all_gather(self, values: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+        shape = list(values.shape)
+        return torch.cat([values.new_empty([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes], dim)
+
+    def all_to_all(self, values: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return [values[0].new_empty(shape) for shape in shapes]
+
+
 def _bytes(values: torch.Tensor) -> int:
     return values.numel() * values.element_size()

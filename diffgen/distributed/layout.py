@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from diffgen.distributed.attention import SequenceAttention, UnifiedAttention
-from diffgen.distributed.axis import AxisGroup
-from diffgen.distributed.dims import ParallelDims
+from diffgen.distributed.axis import AxisGroup, EmptyGroup
+from diffgen.distributed.dims import AXES, ParallelDims
 from diffgen.distributed.groups import NEVER, RankInfo
 from diffgen.distributed.xfuser import load_xfuser
 
@@ -33,6 +33,13 @@ class Layout:
     def groups(self) -> dict[str, AxisGroup]:
         fields = dataclasses.fields(self)
         return {field.name: group for field in fields if isinstance(group := getattr(self, field.name), AxisGroup)}
+
+
+def empty_layout(dims: ParallelDims, parallel_decode: bool = True) -> Layout:
+    """A layout of rank 0, to whose share nothing is larger, for models without weights; without process groups."""
+    sizes = {axis: getattr(dims, axis) for axis in AXES} | {"sequence": dims.sp}
+    groups: dict[str, AxisGroup] = {name: EmptyGroup(size) for name, size in sizes.items()}
+    return Layout(dims, **groups, decode=EmptyGroup(dims.world if parallel_decode else 1), attention=None)
 
 
 def make_layout(

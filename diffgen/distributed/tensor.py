@@ -57,9 +57,32 @@ class Stored(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Empty:
+    values: torch.Tensor
+
+    def get_shape(self) -> Sequence[int]:
+        return self.values.shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.values[index]
+
+
 def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan: TensorPlan, group: AxisGroup) -> None:
-    """:func:`fill_sliced` with the weights in ``folder``, of which only the slices are read into memory."""
+    """:func:`fill_sliced` with the weights in ``folder``, of which only the slices are read into memory.
+
+    Raises :class:`ModelError` for weights that lack some of the model's, too.
+    """
     fill_sliced(model, stored_weights(folder, variant), plan, group, str(folder))
+    left = sorted(name for name, each in model.named_parameters() if each.is_meta)
+    if left:
+        raise ModelError(f"the weights in {folder} lack {', '.join(left[:5])}", code="model_incomplete")
+
+
+def slice_empty(model: torch.nn.Module, plan: TensorPlan, group: AxisGroup, source: str) -> None:
+    """:func:`fill_sliced` of a model that stays without weights."""
+    weights = [(name, _Empty(each.detach())) for name, each in model.named_parameters(remove_duplicate=False)]
+    fill_sliced(model, weights, plan, group, source)
 
 
 def fill_sliced(
@@ -67,8 +90,8 @@ def fill_sliced(
 ) -> None:
     """Fill a model on the device "meta" with this rank's slices of ``weights``, by name, in its own dtypes.
 
-    Raises :class:`ModelError`, naming the ``source``, for a width that does not divide, and for weights that are not
-    the model's.
+    Raises :class:`ModelError`, naming the ``source``, for a width that does not divide, and for weights of another
+    shape than the model's.
     """
     styles = _by_module(model, plan.styles)
     missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -92,9 +115,6 @@ def fill_sliced(
     tie: Any = getattr(model, "tie_weights", None)  # transformers' models have it
     if tie is not None:
         tie()
-    left = sorted(name for name, each in model.named_parameters() if each.is_meta)
-    if left:
-        raise ModelError(f"the weights in {source} lack {', '.join(left[:5])}", code="model_incomplete")
     for pattern, attributes in plan.heads.items():
         for name in _names(model, pattern):
             module = model.get_submodule(name)

@@ -11,7 +11,7 @@ import torch
 
 from diffgen.args import ModelArgs
 from diffgen.distributed.axis import AxisGroup
-from diffgen.distributed.tensor import TensorPlan, read_sliced
+from diffgen.distributed.tensor import TensorPlan, read_sliced, slice_empty
 from diffgen.errors import ModelError
 from diffgen.loading.device import default_dtype
 from diffgen.loading.index import ModelIndex
@@ -51,7 +51,10 @@ def load_components(
         for name, plan in (plans or {}).items():
             assert tp is not None
             empty = _empty_models(index, dtypes, name)[name]
-            read_sliced(empty, index.folder / name, model.variant, plan, tp)
+            if device.type == "meta":
+                slice_empty(empty, plan, tp, str(index.folder / name))
+            else:
+                read_sliced(empty, index.folder / name, model.variant, plan, tp)
             given[name] = empty
         pipe = kind.from_pretrained(
             index.folder,

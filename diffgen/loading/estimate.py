@@ -1,16 +1,18 @@
 """How much memory a request needs on a rank, from a pipeline without weights.
 
-A rule of thumb, for choosing a device and a size, not a promise. With n outputs and b guidance branches::
+A rule of thumb, for choosing a device and a size, not a promise. With n outputs, b guidance branches and the layout's
+degrees tp, sp and cfg::
 
-    weights   parameters x bytes of their numbers, components one by one
+    weights   parameters x bytes of their numbers, components one by one, sliced by tp
     latents   n x elements x 4 bytes x (2 + b): latents, the scheduler's last prediction, one prediction a branch
-    denoise   3 x n x b x tokens x widest x bytes: three tensors of the widest layer input
-    decode    the most bytes of tensors alive at once in a decode unit, counted by running it on shapes without values
+    denoise   3 x (n x b) / cfg x tokens / sp x widest x bytes: three tensors of the widest layer input, sliced by tp
+    decode    the most bytes of tensors alive at once in a decode unit, counted by running rank 0's share of it on
+              shapes without values
     pixels    n x frames x height x width x 3 bytes
     total     weights + latents + pixels + the larger of denoise and decode
 
-Tokens are the latents' positions over the denoiser's patch. Attention is taken to need no more than its inputs, as it
-does on the devices that matter. Work space of a device's libraries comes on top.
+Shares are rounded up. Tokens are the latents' positions over the denoiser's patch. Attention is taken to need no more
+than its inputs, as it does on the devices that matter. Work space of a device's libraries comes on top.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _UNITS = 3
 
 
 def estimate_memory(pipeline: Any, params: SamplingParams) -> dict[str, Any]:
-    """MiB of each part for resolved ``params``; "weights" by component.
+    """MiB of each part on rank 0 of the pipeline's layout, for resolved ``params``; "weights" by component.
 
     Parts beside the weights are None where the pipeline does not say what its latents are.
     """
@@ -66,8 +68,11 @@ def _parts(pipeline: Any, params: SamplingParams, models: dict[str, torch.nn.Mod
     decoders = [part for part in models.values() if hasattr(part, "decode")]
     denoisers = [part for part in models.values() if part not in decoders and hasattr(part.config, "in_channels")]
     if denoisers:
+        dims = pipeline.layout.dims
+        rows = math.ceil(count * branches / dims.cfg)
         found["denoise"] = max(
-            _LIVE * branches * _tokens(latents, part) * _widest(part) * _item(part) for part in denoisers
+            _LIVE * rows * math.ceil(_tokens(latents, part) / dims.sp) * _widest(part) * _item(part)
+            for part in denoisers
         )
     if hasattr(pipeline, "decode_unit"):
         found["decode"] = _decode_peak(pipeline, req)
@@ -75,12 +80,12 @@ def _parts(pipeline: Any, params: SamplingParams, models: dict[str, torch.nn.Mod
 
 
 def _tokens(latents: torch.Tensor, denoiser: Any) -> int:
-    """Of all outputs: (n, tokens, channels) are packed already, (n, channels, [frames,] height, width) are not."""
+    """Of an output: (n, tokens, channels) are packed already, (n, channels, [frames,] height, width) are not."""
     if latents.ndim == 3:
-        return latents.shape[0] * latents.shape[1]
+        return latents.shape[1]
     patch = getattr(denoiser.config, "patch_size", None) or 1
     sides = list(patch) if isinstance(patch, list | tuple) else [patch, patch]
-    return math.ceil(latents.numel() / latents.shape[1] / math.prod(sides))
+    return math.ceil(latents[0, 0].numel() / math.prod(sides))
 
 
 def _widest(model: torch.nn.Module) -> int:

@@ -92,7 +92,10 @@ def _elements(path: Path) -> int:
 
 
 class RequestMemory:
-    """What requests need on a rank. ``open_empty`` makes the pipeline without weights, when that is first needed."""
+    """What requests need on a rank.
+
+    ``open_empty`` makes the pipeline of the rank's layout without weights, when that is first needed.
+    """
 
     def __init__(self, device: torch.device, ranks: int, open_empty: Callable[[], Any]) -> None:
         self._device, self._ranks, self._open_empty = device, ranks, open_empty

@@ -55,13 +55,8 @@ class Backend:
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send_multipart(codec.encode(message), zmq.NOBLOCK)
 
-    def receive(self, wait: bool = False) -> list[tuple[ServerMessage | None, list[Any]]]:
+    def receive(self) -> list[tuple[ServerMessage | None, list[Any]]]:
         """What has come, each message with its frames; None says that the connection is lost."""
-        if wait:
-            poller = zmq.Poller()
-            for source in (self._socket, self._monitor):
-                poller.register(source, zmq.POLLIN)
-            poller.poll(1000)
         found: list[tuple[ServerMessage | None, list[Any]]] = []
         with contextlib.suppress(zmq.Again):
             while True:

@@ -94,7 +94,8 @@ class DataParallelController:
         self._questions: collections.deque[tuple[bytes, dict[int, Status]]] = collections.deque()
         self._router: Router | None = None
         self._outbox: Outbox | None = None  # answers that no replica has
-        self._spec: ModelSpec | None = None
+        self._spec: ModelSpec | None = None  # unknown until a replica has answered
+        self._early: collections.deque[tuple[bytes, Any]] = collections.deque()  # what clients said before that
         self._epoch = uuid.uuid4().hex
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="diffgen-controller", daemon=True)
@@ -150,13 +151,17 @@ class DataParallelController:
                 time.sleep(0.05)
             if errors:
                 raise errors[0]
-            self._backends = {index: Backend(each.socket) for index, each in enumerate(self._supervisors)}
-            self._router = Router(self.socket, self.args.listen, self._inbox)
-            self._outbox = Outbox(self._router)
-            self._thread.start()
+            self._open()
         except BaseException:
             self.stop()
             raise
+
+    def _open(self) -> None:
+        """Let clients in; the replicas are there, or it is known why not."""
+        self._backends = {index: Backend(each.socket) for index, each in enumerate(self._supervisors)}
+        self._router = Router(self.socket, self.args.listen, self._inbox)
+        self._outbox = Outbox(self._router)
+        self._thread.start()
 
     def stop(self) -> None:
         """Tell clients, end all replicas, remove the folder. Repeatable."""
@@ -176,7 +181,6 @@ class DataParallelController:
 
     def _run(self) -> None:
         try:
-            self._wait_for_spec()
             while not self._stopped and self._turn():
                 pass
         except BaseException as error:
@@ -203,7 +207,9 @@ class DataParallelController:
             if isinstance(item, _Died):
                 self._on_death(item)
             else:
-                self._from_client(*item)
+                self._early.append(item)
+        while self._early and self._spec is not None:
+            self._from_client(*self._early.popleft())
         latest = time.monotonic() - self.args.limits.grace
         for client in [each for each, since in self._away.items() if since < latest]:
             self._leave(client)
@@ -252,13 +258,6 @@ class DataParallelController:
                 for backend in self._backends.values():
                     backend.send(message)
                 self._answer_questions()
-
-    def _wait_for_spec(self) -> None:
-        """Replicas that have started answer a first hello at once."""
-        while self._spec is None and not self._stopped:
-            for index, backend in self._backends.items():
-                for message, frames in backend.receive(wait=True):
-                    self._from_replica(index, message, frames)
 
     def _submit(self, client: bytes, message: Submit) -> None:
         held = self._jobs.get(message.id)

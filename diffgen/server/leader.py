@@ -27,7 +27,7 @@ from diffgen.worker.worker import GPUWorker
 
 
 def make_scheduler(start: Start, worker: GPUWorker, open_empty: Callable[[ModelArgs], Any]) -> Scheduler:
-    """``open_empty`` gives the pipeline without weights."""
+    """``open_empty`` gives the pipeline of this layout without weights."""
     args, device = start.args, worker.executor.device
     dtype = args.model.dtype or str(default_dtype(device)).removeprefix("torch.")
     model = msgspec.structs.replace(args.model, dtype=dtype)

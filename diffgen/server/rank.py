@@ -163,9 +163,14 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     control.gather_vote([info.rank])  # no rank is ready before all have loaded
     logger.info("ready: %s on %s with %d threads", pipeline.spec.name, device, torch.get_num_threads())
     if info.leads:
+        from diffgen.distributed.layout import empty_layout
         from diffgen.server.leader import Leader, make_scheduler
 
-        scheduler = make_scheduler(start, worker, lambda model: open_pipeline(folder, model, torch.device("meta")))
+        def open_empty(model: ModelArgs) -> Any:
+            layout = empty_layout(executor.layout.dims, args.run.parallel_decode)
+            return open_pipeline(folder, model, torch.device("meta"), lambda abilities, name: layout)
+
+        scheduler = make_scheduler(start, worker, open_empty)
         Leader(start, worker, scheduler, faults, pipe, stops).run()
     else:
         pipe.send(Ready(pipeline.spec.name))

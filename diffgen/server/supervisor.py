@@ -103,7 +103,9 @@ class Supervisor:
         self._wake.put(None)
         with self._changed:
             self._changed.notify_all()
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:

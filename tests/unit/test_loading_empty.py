@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from diffgen.args import ModelArgs, RunArgs
-from diffgen.distributed.dims import choose_dims
+from diffgen.distributed.dims import ParallelDims, choose_dims
+from diffgen.distributed.layout import empty_layout
 from diffgen.errors import InvalidRequest, StartFailed
 from diffgen.loading.estimate import estimate_memory
 from diffgen.loading.hub import resolve_model
@@ -112,3 +114,30 @@ def test_num_gpus_alone_fits_the_bundled_model() -> None:
     for name in ("tp_size", "ulysses_degree"):
         with pytest.raises(InvalidRequest, match=rf"{abilities.heads} attention heads, which do not divide by .*legal"):
             choose_dims(RunArgs(num_gpus=5, **{name: 5}), abilities, index.pipeline_class)
+
+
+@pytest.mark.slow
+def test_the_estimate_knows_the_layout(tiny_wan: Path) -> None:
+    def estimated(dims: ParallelDims, **sizes: int) -> dict[str, Any]:
+        layout = empty_layout(dims)
+        model = ModelArgs(model_path=str(tiny_wan))
+        pipeline = open_pipeline(tiny_wan, model, torch.device("meta"), lambda abilities, name: layout)
+        asked = SamplingParams(prompt="a", width=256, height=512, num_frames=5, **sizes)
+        return estimate_memory(pipeline, resolve(asked, pipeline.spec, Limits()).params)
+
+    whole, three = estimated(ParallelDims()), estimated(ParallelDims(), num_outputs_per_prompt=3)
+    for dims in (ParallelDims(cfg=2), ParallelDims(ulysses=2), ParallelDims(ring=2)):
+        assert estimated(dims)["denoise"] == pytest.approx(whole["denoise"] / 2, abs=0.1), dims
+        assert estimated(dims)["weights"] == whole["weights"]
+    # Six rows over four groups are two for the first, and three outputs one for each of three ranks.
+    assert estimated(ParallelDims(cfg=4), num_outputs_per_prompt=3)["denoise"] == pytest.approx(
+        three["denoise"] / 3, abs=0.1
+    )
+    # Layers that read the model's width read all of it; the widest one reads a half, which is no wider here.
+    sliced = estimated(ParallelDims(tp=2))
+    assert sliced["denoise"] == pytest.approx(whole["denoise"] / 2, abs=0.1)
+    assert 0.5 < sliced["weights"]["transformer"] / whole["weights"]["transformer"] < 0.75
+    assert (sliced["latents"], sliced["pixels"]) == (whole["latents"], whole["pixels"])
+    for size in (2, 4):
+        share = estimated(ParallelDims(cfg=size))["decode"] / whole["decode"]
+        assert 1 / size < share < 1 / size + 0.25, "a row of each neighbour, and the whole picture at the end"
