@@ -21,13 +21,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=parallel.MODELS, default=["flux.1", "wan-1.3b"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--attention-backend", choices=["native", "xfuser"], default="native")
+    parser.add_argument("--cpus", type=int, default=0, help="so many processes on a CPU in the place of devices")
     options = parser.parse_args()
-    devices = torch.cuda.device_count()
+    devices, device = options.cpus or torch.cuda.device_count(), "cpu" if options.cpus else "cuda"
     if devices < 1:
-        raise SystemExit("there is no CUDA device; benchmarks/parallel.py runs the same layouts on a CPU")
+        raise SystemExit("there is no CUDA device; --cpus 2 --models flux-tiny wan-tiny tries the layouts on a CPU")
     for model in options.models:
         found = [dims for dims in layouts(devices) if options.attention_backend == "native" or dims.sp > 1 == dims.tp]
-        parallel.table(model, found, options.steps, "cuda", "bfloat16", options.attention_backend)
+        parallel.table(model, found, options.steps, device, "bfloat16", options.attention_backend)
         print()
 
 

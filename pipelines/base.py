@@ -12,6 +12,7 @@ import torch
 from diffgen.args import ModelArgs
 from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
+from diffgen.distributed.sequence import SequencePlan
 from diffgen.distributed.tensor import TensorPlan
 from diffgen.errors import InvalidRequest, ModelError
 from diffgen.loading.components import load_components
@@ -40,15 +41,17 @@ class ComposedPipelineBase(abc.ABC):
 
     #: How tensor parallelism cuts components, by name, beside what their classes and ``pipelines.plans`` say.
     tensor_plans: ClassVar[Mapping[str, TensorPlan]] = {}
+    #: How the denoiser's tokens are split, where its class in diffusers does not say so.
+    sequence_plan: ClassVar[SequencePlan | None] = None
     #: Whether requests are guided unless they ask otherwise, so that two groups of ranks have work.
     usually_guided: ClassVar[bool] = False
 
     def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None) -> None:
         self.device = device
         self.layout = layout or Layout()
-        plans = sliced_components(index, self.tensor_plans) if self.layout.dims.tp > 1 else {}
+        plans = sliced_components(index, self.tensor_plans, tp) if (tp := self.layout.dims.tp) > 1 else {}
         self.pipe: Any = load_components(index, model, device, self.float32_components, plans, self.layout.tp)
-        split_models(self.pipe, self.layout)
+        split_models(self.pipe, self.layout, self.sequence_plan)
         self.spec = self.make_spec(index, model_name(model))
         self.stages = self.make_stages()
         self.preview: Previewer | None = None
@@ -71,7 +74,7 @@ class ComposedPipelineBase(abc.ABC):
     @classmethod
     def abilities(cls, index: ModelIndex) -> Abilities:
         """By what the model can be split, from its configuration alone."""
-        return denoiser_abilities(index, cls.tensor_plans, cls.usually_guided)
+        return denoiser_abilities(index, cls.tensor_plans, cls.usually_guided, cls.sequence_plan)
 
     @abc.abstractmethod
     def make_stages(self) -> Sequence[PipelineStage]:

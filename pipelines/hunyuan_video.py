@@ -9,9 +9,14 @@ from typing import Any, ClassVar
 import diffusers
 import numpy as np
 import torch
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
+from diffgen.args import ModelArgs
+from diffgen.distributed.layout import Layout
+from diffgen.distributed.sequence import SequencePlan, without_mask
 from diffgen.distributed.tensor import Style, TensorPlan
+from diffgen.errors import GenerationError
 from diffgen.loading.index import ModelIndex
 from diffgen.params import ModelSpec
 from diffgen.request import Req
@@ -44,6 +49,14 @@ _STYLES: dict[str, Style] = {
     f"{_SINGLE}.proj_out": "packed_rowwise",
 }
 _TENSOR_PLAN = TensorPlan(_STYLES, heads={f"{block}.attn": ("heads",) for block in (_DOUBLE, _SINGLE)})
+# Tokens lie in the first block's inputs, and their places in the turns that go to every block.
+_SEQUENCE_PLAN: SequencePlan = {
+    "rope": {index: ContextParallelInput(0, expected_dims=2, split_output=True) for index in (0, 1)},
+    "transformer_blocks.0": {
+        name: ContextParallelInput(1, expected_dims=3) for name in ("hidden_states", "encoder_hidden_states")
+    },
+    "proj_out": ContextParallelOutput(1, expected_dims=3),
+}
 
 
 class HunyuanVideoPipeline(ComposedPipelineBase):
@@ -55,6 +68,13 @@ class HunyuanVideoPipeline(ComposedPipelineBase):
 
     serves: ClassVar[tuple[str, ...]] = ("HunyuanVideoPipeline",)
     tensor_plans: ClassVar[dict[str, TensorPlan]] = {"transformer": _TENSOR_PLAN}
+    sequence_plan: ClassVar[SequencePlan | None] = _SEQUENCE_PLAN
+
+    def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None) -> None:
+        super().__init__(index, model, device, layout)
+        if self.layout.attention is not None:
+            for blocks in (_DOUBLE, _SINGLE):
+                without_mask(self.pipe.transformer, blocks)
 
     def make_stages(self) -> Sequence[PipelineStage]:
         stages = (TextEncodingStage, TimestepStage, LatentPreparationStage, DenoisingStage, DecodingStage)
@@ -133,8 +153,25 @@ class HunyuanVideoPipeline(ComposedPipelineBase):
         self, latents: torch.Tensor, timestep: torch.Tensor, branch: dict[str, torch.Tensor], key: Hashable
     ) -> torch.Tensor:
         model = self.pipe.transformer
+        if self.layout.attention is not None:
+            lengths = branch["encoder_attention_mask"].sum(1).int().tolist()
+            if len(set(lengths)) > 1:
+                rows = ({name: values[row : row + 1] for name, values in branch.items()} for row in range(len(lengths)))
+                each = zip(torch.split(latents, 1), torch.split(timestep, 1), rows, strict=True)
+                return torch.cat([self.denoise(*row, key) for row in each])
+            branch = self._without_filling(branch, lengths[0])
         prediction: torch.Tensor = model(latents.to(model.dtype), timestep.float(), return_dict=False, **branch)[0]
         return prediction
+
+    def _without_filling(self, branch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+        """Texts as long as they are: attention over split tokens takes no mask for what fills them up."""
+        ranks = self.layout.sequence.size
+        if length < ranks:
+            # A block would take none of a rank's tokens for all of them.
+            rule = f"a text of {length} tokens cannot lie on {ranks} ranks"
+            raise GenerationError(f"{rule}; write more, or use tp_size", code="unsupported_layout")
+        names = ("encoder_hidden_states", "encoder_attention_mask")
+        return branch | {name: branch[name][:, :length] for name in names}
 
     def decode_units(self, req: Req) -> int:
         """One for a short clip, else one a piece of time, as ``AutoencoderKLHunyuanVideo`` cuts it."""

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import diffusers
+import transformers
 
 from diffgen.distributed.decode import split_decode, why_not_decode
 from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
-from diffgen.distributed.sequence import split_tokens, why_not_sequence
+from diffgen.distributed.sequence import SequencePlan, split_tokens, why_not_sequence
 from diffgen.distributed.tensor import TensorPlan, class_plan
 from diffgen.loading.index import ModelIndex
 
@@ -36,12 +37,16 @@ _T5 = TensorPlan(
     },
     heads=_T5_HEADS,
 )
-#: Of text encoders, by class. Others are whole on every rank.
+#: Of text encoders, by class.
 ENCODER_PLANS = {"T5EncoderModel": _T5, "UMT5EncoderModel": _T5}
+#: Text encoders with a plan of transformers' own, and where in them the language model is. Others are whole everywhere.
+OWN_PLANS = {"LlamaModel": "", "Qwen2_5_VLForConditionalGeneration": "model.language_model."}
 
 
-def denoiser_abilities(index: ModelIndex, plans: Mapping[str, TensorPlan], guided: bool) -> Abilities:
-    """What a denoiser's class and configuration allow."""
+def denoiser_abilities(
+    index: ModelIndex, plans: Mapping[str, TensorPlan], guided: bool, sequence: SequencePlan | None = None
+) -> Abilities:
+    """What a denoiser's class and configuration allow, and plans of the family's own."""
     name = next((each for each in DENOISERS if index.components.get(each)), None)
     if name is None:
         reason = "its denoiser is a UNet, whose convolutions see a picture and no tokens"
@@ -49,27 +54,42 @@ def denoiser_abilities(index: ModelIndex, plans: Mapping[str, TensorPlan], guide
     kind = _class_of(index, name)
     why_not_tensor = "" if name in plans or class_plan(kind) else f"there is no plan for slicing a {kind.__name__}"
     heads = _setting(index, name, kind, "num_attention_heads")
-    return Abilities(heads, why_not_tensor, why_not_sequence(kind) if heads else "it has no heads", "", guided)
+    why_not_tokens = why_not_sequence(kind) if sequence is None else ""
+    return Abilities(heads, why_not_tensor, why_not_tokens if heads else "it has no heads", "", guided)
 
 
-def sliced_components(index: ModelIndex, plans: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
-    """The components of which a rank of a tensor-parallel layout reads slices."""
+def sliced_components(index: ModelIndex, plans: Mapping[str, TensorPlan], tp: int) -> dict[str, TensorPlan]:
+    """The components of which each of ``tp`` ranks reads slices."""
     found = {}
     for name, kind in index.components.items():
         plan = plans.get(name)
         if plan is None and kind is not None:
-            plan = class_plan(_class_of(index, name)) if name in DENOISERS else ENCODER_PLANS.get(kind[1])
+            plan = class_plan(_class_of(index, name)) if name in DENOISERS else _encoder_plan(index, name, kind[1], tp)
         if kind is not None and plan is not None:
             found[name] = plan
     return found
 
 
-def split_models(pipe: Any, layout: Layout) -> None:
-    """Put what a layout needs inside forwards into the loaded models: hooks around tokens and a decode's rows."""
+def _encoder_plan(index: ModelIndex, name: str, kind: str, tp: int) -> TensorPlan | None:
+    if kind not in OWN_PLANS:
+        return ENCODER_PLANS.get(kind)
+    config = getattr(transformers, kind).config_class.from_pretrained(index.folder / name).get_text_config()
+    counts = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    if any(count % tp for count in counts):
+        logger.info("%s is whole on every rank: not all of %s divide by tp_size %d", name, counts, tp)
+        return None
+    return TensorPlan({OWN_PLANS[kind] + pattern: style for pattern, style in config.base_model_tp_plan.items()})
+
+
+def split_models(pipe: Any, layout: Layout, sequence: SequencePlan | None = None) -> None:
+    """Put what a layout needs inside forwards into the loaded models: hooks around tokens and a decode's rows.
+
+    ``sequence`` is the family's own plan for its denoiser's tokens.
+    """
     if layout.attention is not None:
         for name in DENOISERS:
             if getattr(pipe, name, None) is not None:
-                split_tokens(getattr(pipe, name), layout.sequence, layout.attention)
+                split_tokens(getattr(pipe, name), layout.sequence, layout.attention, sequence)
     vae = getattr(pipe, "vae", None)
     if layout.decode.size > 1 and vae is not None:
         reason = why_not_decode(vae)

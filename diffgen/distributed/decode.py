@@ -21,8 +21,10 @@ def why_not_decode(vae: Any) -> str:
     decoder = getattr(vae, "decoder", None)
     if decoder is None:
         return f"{type(vae).__name__} has no decoder"
+    # Of a layer that pads for another, the rule is the outer one's.
+    inner = [module.conv for module in decoder.modules() if _rule(module) is _split_padded]
     for module in decoder.modules():
-        owns = next(module.parameters(recurse=False), None) is not None
+        owns = next(module.parameters(recurse=False), None) is not None and module not in inner
         if owns and _rule(module) is None and not isinstance(module, torch.nn.Linear):
             return f"{type(vae).__name__} has a {type(module).__name__}, for which there is no rule"
     return ""
@@ -44,6 +46,10 @@ def _rule(module: torch.nn.Module) -> Callable[[_Parts, Any], None] | None:
     kind = type(module).__name__
     if kind.endswith("CausalConv3d") and hasattr(module, "_padding"):
         return _split_causal
+    if kind.endswith("CausalConv3d") and hasattr(module, "time_causal_padding") and module.pad_mode == "replicate":
+        return _split_padded
+    if kind == "HunyuanVideoMidBlock3D":
+        return _split_causal_attention
     if kind.endswith("AttentionBlock") and hasattr(module, "to_qkv"):
         return _split_frame_attention
     if isinstance(module, torch.nn.Conv2d) and module.stride == (1, 1):
@@ -90,10 +96,11 @@ class _Parts:
         sizes = [mine * rows // self.rows[self.group.rank] for rows in self.rows]
         return self.group.all_gather(values, sizes, dim % values.dim())
 
-    def with_neighbours(self, values: torch.Tensor) -> torch.Tensor:
-        """(..., rows, columns) with a row more on either side: the neighbour's, or zeros at the picture's edge."""
+    def with_neighbours(self, values: torch.Tensor, repeat: bool = False) -> torch.Tensor:
+        """(..., rows, columns) with a row more on either side: the neighbour's, or at the picture's edge zeros, or the
+        last row once more."""
         edge = torch.zeros_like(values[..., :1, :])
-        above = below = edge
+        above, below = (values[..., :1, :], values[..., -1:, :]) if repeat else (edge, edge)
         if self.rows:
             rank, last = self.group.rank, self.group.size - 1
             parts = [values.new_empty(0)] * self.group.size
@@ -103,8 +110,8 @@ class _Parts:
             if rank < last:
                 parts[rank + 1], shapes[rank + 1] = values[..., -1:, :], tuple(edge.shape)
             received = self.group.all_to_all(parts, shapes)
-            above = received[rank - 1] if rank > 0 else edge
-            below = received[rank + 1] if rank < last else edge
+            above = received[rank - 1] if rank > 0 else above
+            below = received[rank + 1] if rank < last else below
         return torch.cat([above, values, below], dim=-2)
 
 
@@ -133,6 +140,16 @@ def _split_causal(parts: _Parts, module: Any) -> None:
         return both[:, :, past.shape[2] :], both[:, :, : past.shape[2]]
 
     module.register_forward_pre_hook(widen)
+
+
+def _split_padded(parts: _Parts, module: Any) -> None:
+    """A convolution over all frames at once, before which the edges are repeated."""
+    left, right, top, bottom, *frames = module.time_causal_padding
+    if (top, bottom) == (0, 0):
+        return
+    assert (top, bottom) == (1, 1)
+    module.time_causal_padding = (left, right, 0, 0, *frames)
+    module.register_forward_pre_hook(lambda module, args: (parts.with_neighbours(args[0], repeat=True), *args[1:]))
 
 
 def _split_norm(parts: _Parts, module: torch.nn.GroupNorm) -> None:
@@ -203,3 +220,39 @@ def _attend_frames(parts: _Parts, module: Any, whole: Any, values: torch.Tensor)
     found = functional.scaled_dot_product_attention(query, key, value)
     found = module.proj(found[:, 0].transpose(1, 2).reshape(frames.shape))
     return found.unflatten(0, (values.shape[0], -1)).transpose(1, 2) + values  # type: ignore[no-any-return]
+
+
+def _split_causal_attention(parts: _Parts, module: Any) -> None:
+    module.forward = functools.partial(_attend_past, parts, module, module.forward)
+
+
+def _attend_past(parts: _Parts, module: Any, whole: Any, values: torch.Tensor) -> torch.Tensor:
+    """As ``HunyuanVideoMidBlock3D`` does for (b, channels, frames, rows, columns).
+
+    A pixel sees those of its frame and of earlier ones, in all rows.
+    """
+    if not parts.rows:
+        return whole(values)  # type: ignore[no-any-return]
+    values = module.resnets[0](values)
+    for attn, resnet in zip(module.attentions, module.resnets[1:], strict=True):
+        if attn is not None:
+            pixels = values.permute(0, 2, 3, 4, 1)
+            normed = attn.group_norm(pixels.flatten(1, 3).transpose(1, 2)).transpose(1, 2).view(pixels.shape)
+            query = attn.to_q(normed)
+            keys = parts.gather_rows(torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=-1), 2)
+            frames = [
+                torch.arange(each.shape[1], device=values.device).repeat_interleave(each.shape[2:4].numel())
+                for each in (query, keys)
+            ]
+            query, key, value = (
+                each.flatten(1, 3).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                for each in (query, *keys.chunk(2, dim=-1))
+            )
+            seen = frames[1] <= frames[0][:, None]
+            found = (
+                functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2).flatten(2)
+            )
+            found = attn.to_out[0](found).view(pixels.shape) + pixels
+            values = (found / attn.rescale_output_factor).permute(0, 4, 1, 2, 3)
+        values = resnet(values)
+    return values

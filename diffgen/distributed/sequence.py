@@ -1,7 +1,8 @@
 """Sequence parallelism of diffusers' transformers, from outside.
 
-The only file that uses private names of diffusers' context parallelism: the class's ``_cp_plan``, which says where
-tokens are split and gathered, ``_parallel_config`` of attention processors, and the registry of attention backends.
+The only file, beside families with plans of their own, that uses private names of diffusers' context parallelism: the
+class's ``_cp_plan``, which says where tokens are split and gathered, ``_parallel_config`` of attention processors, and
+the registry of attention backends.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from diffgen.errors import GenerationError
 _TOKENS = ("hidden_states", "encoder_hidden_states")
 
 
+#: By names of modules: what is split of their inputs or outputs, and where the tokens are gathered.
+SequencePlan = Mapping[str, Any]
+
+
 def why_not_sequence(kind: type[torch.nn.Module]) -> str:
-    """Why a denoiser's tokens cannot be split; empty where they can."""
+    """Why a denoiser's tokens cannot be split by its class's own plan; empty where they can."""
     return (
         "" if getattr(kind, "_cp_plan", None) else f"diffusers has no plan for splitting the tokens of {kind.__name__}"
     )
@@ -61,19 +66,36 @@ class SplitTokens:
         return self._attention(query, key, value, sizes, scale)
 
 
-def split_tokens(model: torch.nn.Module, group: AxisGroup, attention: SequenceAttention) -> None:
-    """Let a denoiser compute its piece of the tokens, with attention to those of all ranks of ``group``."""
+def split_tokens(
+    model: torch.nn.Module, group: AxisGroup, attention: SequenceAttention, plan: SequencePlan | None = None
+) -> None:
+    """Let a denoiser compute its piece of the tokens, with attention to those of all ranks of ``group``.
+
+    ``plan`` stands for that of the model's class.
+    """
     _wrap_native_attention()
     tokens = SplitTokens(group, attention)
     kind: Any = type(model)
-    for pattern, plan in kind._cp_plan.items():
+    for pattern, part in (kind._cp_plan if plan is None else plan).items():
         for module in _modules(model, pattern):
-            _hook(module, plan, tokens)
+            _hook(module, part, tokens)
     for module in model.modules():
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "_parallel_config"):
             processor._parallel_config = tokens
             processor._attention_backend = attention_dispatch.AttentionBackendName.NATIVE
+
+
+def without_mask(model: torch.nn.Module, pattern: str) -> None:
+    """Let modules have no ``attention_mask``, whose every value says yes."""
+
+    def drop(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        names = list(inspect.signature(module.forward).parameters)
+        given = [None if name == "attention_mask" else value for name, value in zip(names, args, strict=False)]
+        return (*given, *args[len(names) :]), {name: kwargs[name] for name in kwargs if name != "attention_mask"}
+
+    for module in _modules(model, pattern):
+        module.register_forward_pre_hook(drop, with_kwargs=True)
 
 
 def _hook(module: torch.nn.Module, plan: Any, tokens: SplitTokens) -> None:

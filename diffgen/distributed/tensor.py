@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -73,7 +73,9 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
 
     Raises :class:`ModelError` for weights that lack some of the model's, too.
     """
-    fill_sliced(model, stored_weights(folder, variant), plan, group, str(folder))
+    rename = _renaming(model)
+    weights = ((rename(name), stored) for name, stored in stored_weights(folder, variant))
+    fill_sliced(model, weights, plan, group, str(folder))
     left = sorted(name for name, each in model.named_parameters() if each.is_meta)
     if left:
         raise ModelError(f"the weights in {folder} lack {', '.join(left[:5])}", code="model_incomplete")
@@ -140,6 +142,19 @@ def stored_weights(folder: Path, variant: str | None) -> Iterator[tuple[str, Sto
         with safe_open(folder / file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118
                 yield name, stored.get_slice(name)
+
+
+def _renaming(model: torch.nn.Module) -> Callable[[str], str]:
+    """How names in files become the model's: those of transformers' models have changed since, or lack a prefix."""
+    prefix = getattr(model, "base_model_prefix", None)
+    if prefix is None:
+        return lambda name: name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    found = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return lambda name: str(rename_source_key(name, found, [], prefix, own)[0])
 
 
 def _slice(

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from diffgen.args import ServerArgs
-from diffgen.errors import PEER_LOST, DiffgenError, ErrorInfo, StartFailed, WorkerDied, error_from
+from diffgen.errors import PEER_FAILED, PEER_LOST, DiffgenError, ErrorInfo, StartFailed, WorkerDied, error_from
 from diffgen.server.launcher import Launcher, ending
 from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop
 from diffgen.wire.mailbox import Mailbox
@@ -164,15 +164,15 @@ class Replica:
                 rank.status.error = error_from(message.error)
 
     def _end_reason(self) -> DiffgenError | None:
-        """Some rank has ended: the reason is what it said, else how its process ended. That it lost its peers is a
-        reason only if nothing better turns up within a second."""
+        """Some rank has ended: the reason is what it said, else how its process ended. That its peers failed or
+        were lost is a reason only if nothing better turns up within a second."""
         if self._ended_at is None:
             return None
         late = time.monotonic() - self._ended_at > _EXPLAIN_S
         alive = self._open.values()
         for rank in (rank for rank in self._ranks if rank not in alive):
             error = rank.status.error
-            if error is not None and (late or error.code != PEER_LOST):
+            if error is not None and (late or error.code not in (PEER_LOST, PEER_FAILED)):
                 return error.prefixed(f"rank {rank.status.rank}")
             code = self._launcher.codes.get(rank.status.pid)
             if error is None and (late or code is not None):

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mixed
 import numpy as np
 import pytest
 from processes import leftovers, run_root, wait_until
 
 from diffgen import DiffGenerator
 from diffgen.errors import RequestCancelled, StartFailed
-from diffgen.handle import GenerationHandle
 from diffgen.http.health import troubles
-from diffgen.wire.messages import Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -32,28 +31,25 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def _running(generator: DiffGenerator, **case: Any) -> GenerationHandle:
-    handle = generator.submit("a", **{**FAST, **case})
-    next(event for event in handle.events() if isinstance(event, Progress) and event.stage == "denoise")
-    return handle
-
-
-def test_two_replicas(tiny_wan: Path, root: Path, tiny_generator: DiffGenerator) -> None:
+def test_two_replicas(
+    tiny_wan: Path, root: Path, tiny_generator: DiffGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests are shared out and make the pixels of one rank, also those of a replica that dies; a request that has no
-    part in the death moves to the other at once. Status and abort speak for both."""
-    expected = tiny_generator.generate("a", **FAST).pixels
-    options: dict[str, Any] = {"num_gpus": 2, "dp_size": 2, "dp_policy": "round_robin", "log_level": "error"}
-    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
-        assert [rank.rank for rank in generator.ranks()] == [0, 1]
+    part in the death moves to the other at once. Status and abort speak for both, and each has two ranks."""
+    monkeypatch.setenv("DIFFGEN_FAULT", mixed.faults(rank=1))
+    expected, alone = tiny_generator.generate("a", **FAST).pixels, mixed.draw(tiny_generator)
+    options: dict[str, Any] = {"num_gpus": 4, "tp_size": 2, "dp_size": 2, "dp_policy": "round_robin"}
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", log_level="error", **options) as generator:
+        assert [rank.rank for rank in generator.ranks()] == [0, 1, 2, 3]
         for handle in [generator.submit("a", **FAST) for _ in range(4)]:
             assert np.abs(handle.result(60).pixels.astype(int) - expected).max() <= 1
         time.sleep(1.2)  # a heartbeat later
         beats = [rank.heartbeat for rank in generator.ranks()]
-        assert [beat and beat.units["denoise"] for beat in beats] == [4, 4]
+        assert [beat and beat.units["denoise"] for beat in beats] == [4] * 4
         status = generator.status()
         assert status.finished == {"done": 4}
         assert status.units["denoise"] == 8
-        first, second = (_running(generator, num_inference_steps=900) for _ in range(2))
+        first, second = (mixed.running(generator) for _ in range(2))
         assert {each.id for each in generator.status().requests} == {first.id, second.id}
         with DiffGenerator.connect(generator.address) as other:
             assert other.abort(second.id)
@@ -63,26 +59,30 @@ def test_two_replicas(tiny_wan: Path, root: Path, tiny_generator: DiffGenerator)
         first.cancel()
         with pytest.raises(RequestCancelled):
             first.result(60)
+        mixed.check_batches(generator, alone)
+        mixed.check_failures(generator, 1, alone)
+        mixed.check_agreement(generator, replicas=2)
         _kill_one(generator, expected)
     assert leftovers(root) == []
 
 
 def _kill_one(generator: DiffGenerator, expected: Any) -> None:
     """Of four requests, those of the dead replica's last tick wait for its next life, the others do not."""
-    handles = [_running(generator, num_inference_steps=200) for _ in range(2)]
+    restarts = generator.status().restarts
+    handles = [mixed.running(generator, num_inference_steps=200) for _ in range(2)]
     waiting = [generator.submit("a", **FAST) for _ in range(4)]
     assert generator.supervisor is not None
     replicas = generator.supervisor.replicas
     os.kill(generator.ranks()[0].pid, signal.SIGKILL)
     # What /health goes by: one replica serves while the other is being started again.
-    down = "ranks [0] are being started again"
+    down = "ranks [0, 1] are being started again"
     wait_until(lambda: troubles(replicas()) == [down, None], 10, "the other is up")
     for handle in waiting:
         assert np.abs(handle.result(60).pixels.astype(int) - expected).max() <= 1
     for handle in handles:
         assert handle.result(120).pixels.shape == expected.shape
     wait_until(lambda: troubles(replicas()) == [None, None], 60, "both replicas")
-    assert generator.status().restarts == 1
+    assert generator.status().restarts == restarts + 1
 
 
 def test_one_that_cannot_start_ends_all(tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Layouts of several ranks: one process each, which run requests of tiny models and report what they made and did.
 
-Run as a script, this file is the process that forks them: it reads a job a line, as JSON, and answers with exit codes;
-each rank writes a ``.npz`` and a ``.json``.
+Run as a script, this file is the process that forks them: it reads a job a line, as JSON, and answers with exit codes
+and the memory that each has taken; each rank writes a ``.npz`` and a ``.json``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,10 +51,14 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """One rank's report on a family: ``parameters`` of its denoiser and text encoders, and its mixes by name."""
+    """One rank's report on a family: ``parameters`` of its denoiser and text encoders, and its mixes by name.
+
+    ``memory`` is the most bytes of its own (RssAnon) that it has taken for all families, 0 unless that was looked at.
+    """
 
     parameters: dict[str, int]
     mixes: dict[str, Made]
+    memory: int = 0
 
 
 def run_mix(local: Local, mix: Mix) -> Made:
@@ -96,7 +101,12 @@ class Launcher:
         self._count = 0
 
     def run(
-        self, dims: ParallelDims, work: Mapping[str, tuple[Path, Mapping[str, Mix]]], *, parallel_decode: bool
+        self,
+        dims: ParallelDims,
+        work: Mapping[str, tuple[Path, Mapping[str, Mix]]],
+        *,
+        parallel_decode: bool,
+        look_at_memory: bool = False,
     ) -> list[dict[str, Rank]]:
         """Every rank's reports by family. ``work`` has a model and mixes by family."""
         self._count += 1
@@ -104,14 +114,15 @@ class Launcher:
         folder.mkdir()
         families = {name: (str(model), dict(mixes)) for name, (model, mixes) in work.items()}
         job = {"dims": dataclasses.asdict(dims), "families": families, "decode": parallel_decode}
+        job["look"] = look_at_memory
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({**job, "folder": str(folder)}) + "\n")
         self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline() or "null")
+        codes, memory = json.loads(self._process.stdout.readline() or "[null, null]")
         errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
         assert codes == [0] * dims.world, "\n".join(errors) or codes
-        return [_read(folder, rank, families) for rank in range(dims.world)]
+        return [_read(folder, rank, families, memory[rank]) for rank in range(dims.world)]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -125,7 +136,7 @@ class Launcher:
             self._process.stdout.close()
 
 
-def _read(folder: Path, rank: int, families: Mapping[str, Any]) -> dict[str, Rank]:
+def _read(folder: Path, rank: int, families: Mapping[str, Any], memory: int) -> dict[str, Rank]:
     report = json.loads((folder / f"{rank}.json").read_text())
     arrays = np.load(folder / f"{rank}.npz")
 
@@ -136,7 +147,9 @@ def _read(folder: Path, rank: int, families: Mapping[str, Any]) -> dict[str, Ran
         return Made(**found, **report[family]["mixes"][mix])
 
     return {
-        family: Rank(report[family]["parameters"], {name: made(family, name, len(mix)) for name, mix in mixes.items()})
+        family: Rank(
+            report[family]["parameters"], {name: made(family, name, len(mix)) for name, mix in mixes.items()}, memory
+        )
         for family, (_, mixes) in families.items()
     }
 
@@ -181,8 +194,27 @@ def _main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         children = [_fork(job, rank) for rank in range(ParallelDims(**job["dims"]).world)]
+        memory = _taken(children) if job["look"] else [0] * len(children)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
+        print(json.dumps([codes, memory]), flush=True)
+
+
+def _taken(children: Sequence[int]) -> list[int]:
+    """The most bytes of RssAnon of each child over that of its birth, looked at every two milliseconds until it ends.
+
+    Pages of files that are only mapped are not in it.
+    """
+    seen: dict[int, list[int]] = {child: [] for child in children}
+    left = list(children)
+    while left:
+        for child in list(left):
+            own = [line for line in Path(f"/proc/{child}/status").read_text().splitlines() if line[:8] == "RssAnon:"]
+            if own:
+                seen[child].append(1024 * int(own[0].split()[1]))
+            else:  # it has ended, and is not waited for yet
+                left.remove(child)
+        time.sleep(0.002)
+    return [max(values) - values[0] for values in seen.values()]
 
 
 if __name__ == "__main__":
