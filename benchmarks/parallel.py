@@ -3,8 +3,8 @@
     python benchmarks/parallel.py [--model wan-15m] [--steps 6] [--world 2] [--layouts "tp 2,ulysses 2"]
 
 Each rank is a process with one thread, or a CUDA device with ``--device cuda``. The model is random, made on the device
-by the rank itself, slice by slice. A step is one forward of two rows, as of a guided request. DESIGN's bars at two
-ranks, in CPU seconds a rank: CFG 1.9, Ulysses 1.85, TP 1.8, Ring 1.65.
+by the rank itself, slice by slice. A step is one forward of two rows, as of a guided request; with ``--model wan-vae``
+it is a decode. Bars at two ranks, in CPU seconds a rank: CFG 1.9, Ulysses 1.85, TP 1.8, Ring 1.65, decode 1.7.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ import torch
 from accelerate import init_empty_weights
 
 from diffgen.args import RunArgs
+from diffgen.distributed.axis import AxisGroup
+from diffgen.distributed.decode import split_decode
 from diffgen.distributed.dims import AXES, ParallelDims
 from diffgen.distributed.groups import RankInfo, join
 from diffgen.distributed.layout import Layout, make_layout
@@ -61,6 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, int]]] 
         (512, 4096),
     ),
     "flux.1": ("FluxTransformer2DModel", {"guidance_embeds": True}, (4096, 64), (512, 4096)),
+    # A decode of one picture of 512 x 512, whose rows are shared out over the ranks of any layout.
+    "wan-vae": ("AutoencoderKLWan", {"base_dim": 32}, (16, 1, 64, 64), (1, 1)),
     "flux-tiny": (
         "FluxTransformer2DModel",
         {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4}
@@ -94,6 +98,8 @@ def main() -> None:
     parser.add_argument("--attention-backend", choices=["native", "xfuser"], default="native", help="of split tokens")
     options = parser.parse_args()
     layouts = [parse_dims(text) for text in options.layouts.split(",")] if options.layouts else one_axis(options.world)
+    if options.model == "wan-vae":
+        layouts = [ParallelDims(cfg=options.world)]
     table(options.model, layouts, options.steps, options.device, options.dtype, options.attention_backend)
 
 
@@ -111,18 +117,17 @@ def table(
 ) -> None:
     """Print a line a layout. The difference is mean and largest, relative to one rank's mean and largest value."""
     print(f"{model}, {steps} steps of two rows, {dtype} on {device}, one thread a rank\n")
-    print("| layout | CPU seconds a rank | wall | MB sent a rank | mean difference | largest |")
-    print("|---|---|---|---|---|---|")
+    print("| layout | CPU seconds a rank | of it in collectives | wall | MB sent a rank | mean difference | largest |")
+    print("|---|---|---|---|---|---|---|")
     alone, whole = run(Job(model, ParallelDims(), steps, device, dtype))
     single = run(Job(model, ParallelDims(), 1, device, dtype, rows=1))[1]
-    print(
-        f"| one rank | {alone[0]['cpu']:.3f} | {alone[0]['wall']:.3f} | 0 | two batch sizes: {_apart(single, whole)} |"
-    )
+    one = " | ".join(f"{value}" for value in (f"{alone[0]['cpu']:.3f}", 0, f"{alone[0]['wall']:.3f}", 0))
+    print(f"| one rank | {one} | two batch sizes: {_apart(single, whole)} |")
     for dims in layouts:
         ranks, output = run(Job(model, dims, steps, device, dtype, backend))
-        cpu, wall = (max(rank[name] for rank in ranks) for name in ("cpu", "wall"))
+        cpu, wall, shared = (max(rank[name] for rank in ranks) for name in ("cpu", "wall", "collectives"))
         sent = max(rank["sent"] for rank in ranks) / 1e6
-        gains = f"{cpu:.3f} ({alone[0]['cpu'] / cpu:.2f}x) | {wall:.3f} ({alone[0]['wall'] / wall:.2f}x)"
+        gains = f"{cpu:.3f} ({alone[0]['cpu'] / cpu:.2f}x) | {shared:.3f} | {wall:.3f} ({alone[0]['wall'] / wall:.2f}x)"
         print(f"| {dims} | {gains} | {sent:.2f} | {_apart(output, whole)} |", flush=True)
 
 
@@ -160,6 +165,8 @@ def _rank(job: Job, rank: int, folder: Path) -> None:
     rows = [Row(latents, torch.tensor(500.0, device=device), branch, "") for latents, branch in inputs]
 
     def predict(share: Any) -> list[torch.Tensor]:
+        if job.model == "wan-vae":
+            return [model.decode(share[0].latents, return_dict=False)[0]]
         if len(share) > job.rows:
             return [each for row in share for each in predict([row])]
         latents = torch.cat([row.latents for row in share])
@@ -167,25 +174,45 @@ def _rank(job: Job, rank: int, folder: Path) -> None:
         return list(_forward(job.model, model, latents, branch, device).split(1))
 
     def step() -> list[torch.Tensor]:
-        if layout.cfg.size > 1:
+        if layout.cfg.size > 1 and job.model != "wan-vae":
             return map_rows_over(layout.cfg, predict, rows, lambda predict, share: predict(share))
         return predict(rows)
 
-    times: list[tuple[float, float, int]] = []
+    spent = _watch_collectives()
+    times: list[tuple[float, float, int, float]] = []
     with torch.inference_mode():
         output = torch.cat(step())
         for _ in range(job.steps):
             before = sum(group.sent for group in layout.groups().values())
-            cpu, wall = time.process_time(), time.perf_counter()
+            shared, cpu, wall = spent[0], time.process_time(), time.perf_counter()
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             sent = sum(group.sent for group in layout.groups().values()) - before
-            times.append((time.process_time() - cpu, time.perf_counter() - wall, sent))
+            times.append((time.process_time() - cpu, time.perf_counter() - wall, sent, spent[0] - shared))
     if info.leads:
         torch.save(output.float().cpu(), folder / "output")
     medians = [statistics.median(values) for values in zip(*times, strict=True)]
-    print(json.dumps(dict(zip(("cpu", "wall", "sent"), medians, strict=True))))
+    print(json.dumps(dict(zip(("cpu", "wall", "sent", "collectives"), medians, strict=True))))
+
+
+def _watch_collectives() -> list[float]:
+    """One number: CPU seconds of this process, with the threads of its backend, so far in collectives."""
+    spent = [0.0]
+
+    def timed(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            before = time.process_time()
+            try:
+                return collective(*args)
+            finally:
+                spent[0] += time.process_time() - before
+
+        return run
+
+    for name in ("all_reduce", "all_gather", "all_to_all"):
+        setattr(AxisGroup, name, timed(getattr(AxisGroup, name)))
+    return spent
 
 
 def _model(job: Job, layout: Layout, device: torch.device) -> Any:
@@ -195,9 +222,11 @@ def _model(job: Job, layout: Layout, device: torch.device) -> Any:
         model = kind(**settings).eval()
     set_dtype(model, getattr(torch, job.dtype))
     plan = WanPipeline.tensor_plans["transformer"] if name.startswith("Wan") else class_plan(kind)
-    assert plan is not None
-    fill_sliced(model, _random_weights(model, device), plan if layout.tp.size > 1 else TensorPlan({}), layout.tp, name)
+    sliced = plan if plan is not None and layout.tp.size > 1 else TensorPlan({})
+    fill_sliced(model, _random_weights(model, device), sliced, layout.tp, name)
     model.to(device)
+    if job.model == "wan-vae" and layout.decode.size > 1:
+        split_decode(model, layout.decode)
     if layout.attention is not None:
         split_tokens(model, layout.sequence, layout.attention)
     return model
