@@ -179,7 +179,7 @@ def test_parameters_of_tensor_parallel_ranks(bench: Bench) -> None:
         first, second = (rank[family].parameters for rank in bench.ranks("tp 2"))
         assert second["transformer"] < first["transformer"] < 0.85 * whole["transformer"]
         encoder = "text_encoder_2" if family == "flux" else "text_encoder"
-        assert first[encoder] == second[encoder] < 0.85 * whole[encoder]
+        assert first[encoder] == second[encoder] < 0.95 * whole[encoder]
     # Llama with 3 layers of 4 heads of 8, which share 2 heads of keys and values, 32 wide, 64 in between.
     encoder = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     assert first["text_encoder"] == whole["text_encoder"] - encoder // 2
