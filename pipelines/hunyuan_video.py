@@ -154,7 +154,7 @@ class HunyuanVideoPipeline(ComposedPipelineBase):
     ) -> torch.Tensor:
         model = self.pipe.transformer
         if self.layout.attention is not None:
-            lengths = branch["encoder_attention_mask"].sum(1).int().tolist()
+            lengths = branch["encoder_attention_mask"].sum(1, dtype=torch.int).tolist()
             if len(set(lengths)) > 1:
                 rows = ({name: values[row : row + 1] for name, values in branch.items()} for row in range(len(lengths)))
                 each = zip(torch.split(latents, 1), torch.split(timestep, 1), rows, strict=True)
