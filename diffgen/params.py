@@ -125,6 +125,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt: Annotated[int, Meta(description="characters of a prompt")] = 20_000
     time: Annotated[int, Meta(description="seconds from acceptance to the end")] = 86_400
     body: Annotated[int, Meta(description="bytes of one HTTP request")] = 2**24
+    pictures: Annotated[int, Meta(description="pictures in one HTTP request")] = 16
     grace: Annotated[int, Meta(description="seconds that requests outlive the connection of their client")] = 30
 
 

@@ -74,7 +74,7 @@ def _merged(values: dict[str, Any]) -> dict[str, Any]:
 
 async def _read_form(request: Request, known: Mapping[str, Field]) -> dict[str, Any]:
     try:
-        form = await request.form(max_files=16, max_fields=100, max_part_size=_MAX_PART)
+        form = await request.form(max_files=64, max_fields=100, max_part_size=_MAX_PART)
     except (MultiPartException, HTTPException) as error:
         reason = getattr(error, "message", None) or getattr(error, "detail", error)
         raise InvalidRequest(f"the form cannot be read: {reason}", code="invalid_form") from None
@@ -84,6 +84,9 @@ async def _read_form(request: Request, known: Mapping[str, Field]) -> dict[str, 
 def _form_values(form: FormData, known: Mapping[str, Field]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in form.multi_items():
+        if name.endswith("[]"):  # a list, one item a field
+            found.setdefault(name, []).append(value)
+            continue
         if name in found:
             raise InvalidRequest(f"{name!r:.100} stands in the form twice; send it once", code="invalid_form")
         if isinstance(value, UploadFile):

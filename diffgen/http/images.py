@@ -29,6 +29,7 @@ from diffgen.http.params import (
     split,
     with_previews,
 )
+from diffgen.http.pictures import given, read_picture
 from diffgen.http.previews import enlarged
 from diffgen.http.service import Service, service_of
 from diffgen.http.stream import stream
@@ -212,9 +213,13 @@ async def content(request: Request, image_id: str, variant: str = "0") -> Respon
 
 @router.post("/v1/images/edits", **schema.refuses())
 async def edit(request: Request) -> Response:
-    """Refused: the families served here draw from text alone."""
-    model = service_of(request).model
-    rule = f"{model.family} draws from text alone; use /v1/images/generations"
+    """Refused, since the families served here draw from text alone; what is wrong with a picture is told first."""
+    service = service_of(request)
+    service.accepting()
+    values = await read_body(request, known_fields(ImageOptions), forms=True)
+    for name, picture in given(values, service.limits):
+        await read_picture(name, picture, service.limits)
+    rule = f"{service.model.family} draws from text alone; use /v1/images/generations"
     raise InvalidRequest(f"this model takes no pictures: {rule}", code="unsupported_model", param="image")
 
 

@@ -173,8 +173,12 @@ def test_mistakes(http_server: Server) -> None:
         ("POST", "/v1/images/generations", b"{}", None, 415, None),
         ("GET", "/v1/images/generations", None, None, 405, "method_not_allowed"),
         ("GET", "/nothing", None, None, 404, "unknown_route"),
-        ("POST", "/v1/images/edits", b"x", "multipart/form-data", 400, "unsupported_model"),
-        ("POST", "/v1/images/variations", b"x", "multipart/form-data", 400, "unsupported_model"),
+        ("POST", "/v1/images/edits", b"x", "multipart/form-data", 400, "invalid_form"),
+        ("POST", "/v1/images/edits", b'{"image": "AAAA"}', "application/json", 400, "image_decode_failed"),
+        ("POST", "/v1/images/edits", b'{"image": 1}', "application/json", 400, "invalid_image"),
+        ("POST", "/v1/images/edits", b'{"image": "file:///etc/passwd"}', "application/json", 400, "url_not_allowed"),
+        ("POST", "/v1/images/edits", b'{"url": ["http://[::1]:9/"]}', "application/json", 400, "url_not_allowed"),
+        ("POST", "/v1/images/variations", b"{}", "application/json", 400, "unsupported_model"),
     ],
 )
 def test_bad_requests(
@@ -187,8 +191,29 @@ def test_bad_requests(
 
 
 def test_edits_are_refused_plainly(http_server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="takes no pictures"):
-        http_server.client().images.edit(image=b"\x89PNG" + bytes(100_000), prompt="a")
+    """After what is wrong with their pictures, which OpenAI's client sends one as ``image``, several as ``image[]``."""
+
+    def picture(side: int) -> bytes:
+        file = io.BytesIO()
+        Image.new("RGB", (side, side)).save(file, "PNG")
+        return file.getvalue()
+
+    small = picture(4)
+    cases: list[tuple[Any, str, str]] = [
+        (small, "unsupported_model", "image"),
+        ([small] * 16, "unsupported_model", "image"),
+        ([small] * 17, "too_many_images", "image[]"),
+        ([small, picture(257)], "image_too_large", "image[]"),
+        (small[:-30], "image_decode_failed", "image"),
+        (b"\x89PNG" + bytes(100_000), "image_decode_failed", "image"),
+    ]
+    for image, code, param in cases:
+        with pytest.raises(openai.BadRequestError) as caught:
+            http_server.client().images.edit(image=image, prompt="a")
+        assert (caught.value.code, caught.value.param) == (code, param)
+    text = f"data:image/png;base64,{base64.b64encode(small).decode()}"
+    answer = http_server.post({"image": text, "mask": text, "prompt": "a"}, "/v1/images/edits")
+    assert answer.json()["error"]["code"] == "unsupported_model"
 
 
 def test_extra_body_is_merged(http_server: Server) -> None:
