@@ -223,7 +223,7 @@ class Requests(RuleBasedStateMachine):
         requests = self.driver.scheduler.status().requests
         waiting = [each for each in requests if each.state == "queued" and each.priority == "interactive"]
         if waiting and self.driver.memory is None:
-            same = [name for name in flying if self.driver.ranks.params[name].priority is None]
+            same = [name for name in flying if self.driver.ranks.params[name].priority != "batch"]
             assert len(same) == self.driver.run_args.max_running
 
     def _check_plan(self, plan: Plan, now: float) -> None:
