@@ -222,6 +222,7 @@ def main() -> None:
     if options.serve is not None:
         serve(options.serve, options.batches[0])
         return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # LitServe's processes are ended too
     what = f"{options.clients} clients, {options.requests} requests each, {options.threads} thread(s)"
     print(f"{what}, median of {options.rounds} rounds; ratio: how much better diffgen is")
     print(f"{'':44} {'LitServe':>9} {'diffgen':>9} {'ratio':>6} {'bar':>4}")
