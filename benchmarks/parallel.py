@@ -63,8 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, int]]] 
         (512, 4096),
     ),
     "flux.1": ("FluxTransformer2DModel", {"guidance_embeds": True}, (4096, 64), (512, 4096)),
-    # A decode of one picture of 512 x 512, whose rows are shared out over the ranks of any layout.
-    "wan-vae": ("AutoencoderKLWan", {"base_dim": 32}, (16, 1, 64, 64), (1, 1)),
+    # A decode of one picture of 256 x 256, whose rows are shared out over the ranks of any layout.
+    "wan-vae": ("AutoencoderKLWan", {"base_dim": 32}, (16, 1, 32, 32), (1, 1)),
     "flux-tiny": (
         "FluxTransformer2DModel",
         {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4}
