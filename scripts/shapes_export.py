@@ -43,7 +43,7 @@ For instance: "a red circle on a blue background", "large white star moving left
 | size | 128 x 128 | 96 to 192, multiples of 16 |
 | frames | 1, or 9 for a clip | 1, 5, 9, 13, 17 |
 | steps | 20 | 8 and more |
-| guidance | 4 | 2 to 6 |
+| guidance | 3 | 2 to 6 |
 | `max_sequence_length` | 32 | 32 to 512 |
 
 ## Scores

@@ -21,7 +21,7 @@ class SamplingSettings:
     """How pictures are sampled."""
 
     steps: int = 20
-    guidance: float = 4.0
+    guidance: float = 3.0
     size: int = 128
     text_length: int = 32
     batch: int = 12

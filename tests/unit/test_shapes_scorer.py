@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+import shapes_scene as scenes
+import shapes_scorer as scorer
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-try:
-    import shapes_scene as scenes
-    import shapes_scorer as scorer
-finally:
-    sys.path.remove(str(SCRIPTS))
 
 KINDS = ("one", "two", "motion")
 Frames = NDArray[np.uint8]
