@@ -83,7 +83,9 @@ def test_health_generate_and_busy_is_not_dead(http_server: Server) -> None:
     with httpx2.Client(base_url=http_server.url, headers=http_server.http.headers, timeout=40) as client:
         answers = [client.get("/health_generate") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3
-    assert http_server.metric("diffgen_requests_finished_total", outcome="done") == before + 1, "one answers for all"
+    made = http_server.metric("diffgen_requests_finished_total", outcome="done") - before
+    assert made <= 1, "one answers for all; it may be one of ten seconds ago"
+    assert len({answer.json()["seconds"] for answer in answers}) == 1
     http_server.http.delete(f"/v1/videos/{job['id']}")
 
 
