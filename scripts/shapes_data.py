@@ -69,6 +69,13 @@ ALL_SIZES: dict[str, float] = {
     "192px1f": 0.05,
 }
 
+GREATEST_WEIGHT = 3.0
+
+
+def weight(scene: scenes.Scene) -> float:
+    """How often a scene is drawn, from 1 to `GREATEST_WEIGHT`: small things and stars are the hardest to draw well."""
+    return max((2.0 if t.shape == "star" else 1.0) * (1.5 if t.size == "small" else 1.0) for t in scene.things)
+
 
 def bucket_scene(bucket: Bucket, index: int, seed: int) -> tuple[scenes.Scene, random.Random]:
     """The scene of a place in a bucket, and the randomness left for its layout."""
@@ -77,7 +84,10 @@ def bucket_scene(bucket: Bucket, index: int, seed: int) -> tuple[scenes.Scene, r
         kind = rng.choices(("one", "two", "motion"), (10, 9, 1))[0]
     else:
         kind = rng.choices(("motion", "one", "two"), (17, 2, 1))[0]
-    return scenes.sample_scene(rng, kind), rng
+    scene = scenes.sample_scene(rng, kind)
+    while rng.random() >= weight(scene) / GREATEST_WEIGHT:
+        scene = scenes.sample_scene(rng, kind)
+    return scene, rng
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": [1, 2, 2],
-    "num_attention_heads": 3,
-    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "attention_head_dim": 48,
     "in_channels": shapes_vae.CHANNELS,
     "out_channels": shapes_vae.CHANNELS,
     "text_dim": 128,

@@ -7,6 +7,7 @@ one direction of motion. Lengths are in units of the frame's shorter side, so a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -93,12 +94,18 @@ def held_out() -> frozenset[Combination]:
 HELD_OUT = held_out()
 
 
+@functools.cache
+def _pool(unseen: bool) -> tuple[Combination, ...]:
+    """The combinations that are held out of training, or the others."""
+    return tuple(c for c in all_combinations() if (c in HELD_OUT) == unseen)
+
+
 def sample_scene(rng: random.Random, kind: str, *, unseen: bool = False) -> Scene:
     """Draw a scene of a kind: "one", "two" or "motion".
 
     With `unseen`, every combination of the scene is held out of training; without, none is.
     """
-    pool = [c for c in all_combinations() if (c in HELD_OUT) == unseen]
+    pool = _pool(unseen)
     shape, color, background = rng.choice(pool)
     if kind == "two":
         others = [c for c in pool if c[2] == background and c[1] != color]
