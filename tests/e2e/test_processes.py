@@ -335,7 +335,8 @@ CLIENT = """
 import sys, threading
 from diffgen import DiffGenerator
 generator = DiffGenerator.connect(sys.argv[1], token=sys.argv[2])
-handle = generator.submit("a", num_inference_steps=900, width=64, height=64, num_frames=1)
+# So large that it cannot be done before the grace is over, however fast the machine is.
+handle = generator.submit("a", num_inference_steps=900, width=384, height=384, num_frames=1)
 print("id", handle.id, flush=True)
 threading.Event().wait()
 """

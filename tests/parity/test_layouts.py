@@ -187,14 +187,17 @@ def test_parameters_of_tensor_parallel_ranks(bench: Bench) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")
 def test_memory_of_loading_slices(bench: Bench, tmp_path: Path) -> None:
-    """While it loads a model of 200 MB or more, a rank of two never holds much more than half of it."""
+    """While it loads a model of 200 MB or more, a rank of two never holds much more than half of it.
+
+    It may grow by a little less than that half: what its start has freed is used again.
+    """
     folder = make_tiny_wan(tmp_path / "large", heads=64, layers=7)
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     assert size > 200e6
     found = bench.memory_of_loading(ParallelDims(tp=2), folder)
     print(f"{size / 1e6:.0f} MB on disk; RssAnon of each rank grew by {[round(own / 1e6) for own in found]} MB at most")
     for own in found:
-        assert 0.45 * size < own < 0.6 * size
+        assert 0.35 * size < own < 0.6 * size
 
 
 def test_bytes_of_a_step(bench: Bench) -> None:
