@@ -1,6 +1,7 @@
 """Score a shapes model: fresh captions, fresh seeds, and what the pixels show.
 
-`python scripts/score_shapes.py --model diffgen/shapes --card` also writes the table and the misses into the card.
+`python scripts/score_shapes.py --model diffgen/shapes --card` also tries other settings and negative prompts, and
+writes all into the card.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ BARS: dict[str, float] = {
 ASPECTS: tuple[str, ...] = (*BARS, "count")
 CARD_MARKS = ("<!-- scores begin -->", "<!-- scores end -->")
 MISSES_SHOWN = 48
+SETTINGS_CAPTIONS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,45 @@ def spread(pipeline: object, settings: shapes_generate.SamplingSettings, seed: i
         drawn.append([scenes.sample_layout(scene, rng)[0, 0, :2] for _ in range(400)])
     model, truth = (np.mean([np.std(np.array(group), axis=0).mean() for group in groups]) for groups in (made, drawn))
     return float(model), float(truth)
+
+
+def settings_table(pipeline: object, settings: shapes_generate.SamplingSettings, count: int, seed: int) -> str:
+    """A Markdown table of what stills of `count` captions show with other steps, guidance and sizes."""
+    changes: list[dict[str, int | float]] = [{}]
+    changes += [{"steps": steps} for steps in (4, 8, 50)]
+    changes += [{"guidance": guidance} for guidance in (1.0, 2.0, 5.0)]
+    changes += [{"size": size} for size in (96, 192)]
+    trials = [trial for trial in make_trials(2 * count, seed) if trial.scene.motion is None][:count]
+    aspects = [aspect for aspect in ASPECTS if aspect != "direction"]
+    lines = [f"| stills | {' | '.join(aspects)} |", "|---" * (1 + len(aspects)) + "|"]
+    for change in changes:
+        clips = shapes_generate.generate(
+            pipeline, [trial.job for trial in trials], dataclasses.replace(settings, **change)
+        )
+        marks = [scorer.score(trial.scene, clip) for trial, clip in zip(trials, clips, strict=True)]
+        shares = [_percent([mark[aspect] for mark in marks if aspect in mark]) for aspect in aspects]
+        name = ", ".join(f"{key} {value:g}" for key, value in change.items()) or "recommended"
+        lines.append(f"| {name} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def negatives(pipeline: object, settings: shapes_generate.SamplingSettings, seed: int) -> tuple[float, float]:
+    """How often a thing whose colour the prompt leaves open has a given colour: without and with it as the negative."""
+    rng = random.Random(f"negative-{seed}")
+    hits: dict[bool, list[bool]] = {False: [], True: []}
+    for background in scenes.COLORS[::2]:
+        jobs, named = [], []
+        for color in scenes.COLORS:
+            for _ in range(5 if color != background else 0):
+                prompt, sampled = f"a {rng.choice(scenes.SHAPES)} on a {background} background", rng.getrandbits(31)
+                jobs.append(shapes_generate.Job(prompt, sampled, negative=color))
+                named.append(color)
+        for used in hits:
+            drawn = jobs if used else [dataclasses.replace(job, negative="") for job in jobs]
+            for color, frames in zip(named, shapes_generate.generate(pipeline, drawn, settings), strict=True):
+                hits[used].append(any(seen.color == color for seen in scorer.read_frame(frames[0]).things))
+    without, with_it = (sum(values) / len(values) for values in hits.values())
+    return without, with_it
 
 
 def write_card(card: Path, text: str) -> None:
@@ -156,7 +197,16 @@ def main() -> None:
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if arguments.card:
         shown = f"{min(len(missed), MISSES_SHOWN)} of the {len(missed)} captions with any miss, its name in brackets"
-        write_card(arguments.model / "README.md", f"{text}\n\n{shown}:\n\n![misses](misses.png)")
+        others = settings_table(pipeline, settings, SETTINGS_CAPTIONS, arguments.seed + 1)
+        without, with_it = negatives(pipeline, settings, arguments.seed)
+        behaviour = (
+            f"{SETTINGS_CAPTIONS} stills of other captions (seed {arguments.seed + 1}), with other settings:\n\n"
+            f"{others}\n\n"
+            f"Where the prompt leaves a thing's colour open, a given colour comes in {without:.0%} of the stills, "
+            f"and in {with_it:.0%} when it is the negative prompt."
+        )
+        print(behaviour)
+        write_card(arguments.model / "README.md", f"{text}\n\n{shown}:\n\n![misses](misses.png)\n\n{behaviour}")
 
 
 if __name__ == "__main__":
