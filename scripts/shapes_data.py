@@ -68,24 +68,32 @@ ALL_SIZES: dict[str, float] = {
     "128px17f": 0.10,
     "192px1f": 0.05,
 }
-
+# Those of the finish, which is for what is hardest to draw well.
+FINISH: dict[str, float] = {
+    "96px1f": 0.08,
+    "128px1f": 0.50,
+    "128px5f": 0.10,
+    "128px9f": 0.14,
+    "128px17f": 0.13,
+    "192px1f": 0.05,
+}
 GREATEST_WEIGHT = 3.0
 
 
 def weight(scene: scenes.Scene) -> float:
-    """How often a scene is drawn, from 1 to `GREATEST_WEIGHT`: small things and stars are the hardest to draw well."""
+    """How often the finish draws a scene, from 1 to `GREATEST_WEIGHT`: small things and stars are the hardest."""
     return max((2.0 if t.shape == "star" else 1.0) * (1.5 if t.size == "small" else 1.0) for t in scene.things)
 
 
-def bucket_scene(bucket: Bucket, index: int, seed: int) -> tuple[scenes.Scene, random.Random]:
-    """The scene of a place in a bucket, and the randomness left for its layout."""
+def bucket_scene(bucket: Bucket, index: int, seed: int, *, weighted: bool) -> tuple[scenes.Scene, random.Random]:
+    """The scene of a place in a bucket, and the randomness left for its layout; perhaps by `weight`."""
     rng = random.Random(f"bucket-{seed}-{bucket.name}-{index}")
     if bucket.frames == 1:
         kind = rng.choices(("one", "two", "motion"), (10, 9, 1))[0]
     else:
         kind = rng.choices(("motion", "one", "two"), (17, 2, 1))[0]
     scene = scenes.sample_scene(rng, kind)
-    while rng.random() >= weight(scene) / GREATEST_WEIGHT:
+    while weighted and rng.random() >= weight(scene) / GREATEST_WEIGHT:
         scene = scenes.sample_scene(rng, kind)
     return scene, rng
 
@@ -105,14 +113,14 @@ class Drawn:
     shapes: Tensor
 
 
-def draw_bucket(bucket: Bucket, seed: int, part: range) -> Drawn:
+def draw_bucket(bucket: Bucket, seed: int, part: range, *, weighted: bool) -> Drawn:
     """Draw some of a bucket's scenes."""
     group = max(8192 * 16 // (bucket.size**2 * bucket.frames), 1)
     latents, drawn = [], []
     places = torch.zeros(len(part), 1 + (bucket.frames - 1) // 4, 2, 5)
     shapes = torch.full((len(part), 2), -1)
     for row, index in enumerate(part):
-        scene, rng = bucket_scene(bucket, index, seed)
+        scene, rng = bucket_scene(bucket, index, seed, weighted=weighted)
         layout = scenes.sample_layout(scene, rng, bucket.frames)
         drawn.append(scenes.draw(scene, layout, bucket.size, bucket.size))
         order = (1, 0) if scene.relation in shapes_text.TURNED else range(len(scene.things))
@@ -128,13 +136,13 @@ def draw_bucket(bucket: Bucket, seed: int, part: range) -> Drawn:
     return Drawn(torch.cat(latents), places, shapes)
 
 
-def load_bucket(folder: Path, bucket: Bucket, seed: int, worker: int, workers: int) -> Drawn:
+def load_bucket(folder: Path, bucket: Bucket, seed: int, worker: int, workers: int, *, weighted: bool) -> Drawn:
     """A worker's part of a bucket, drawn at the first call and read from its file later."""
-    path = folder / "scenes" / f"{bucket.name}-{worker}.pt"
+    path = folder / "scenes" / f"{bucket.name}-{seed}-{worker}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = range(bucket.count * worker // workers, bucket.count * (worker + 1) // workers)
-        torch.save(dataclasses.asdict(draw_bucket(bucket, seed, part)), path.with_suffix(".new"))
+        torch.save(dataclasses.asdict(draw_bucket(bucket, seed, part, weighted=weighted)), path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
     return Drawn(**torch.load(path, weights_only=True))
 
@@ -144,7 +152,7 @@ def latent_statistics(seed: int) -> tuple[Tensor, Tensor]:
     totals = []
     for name in ("64px1f", "64px9f", "128px1f", "128px9f"):
         count = 100 if BUCKETS[name].frames > 1 else 1000
-        flat = draw_bucket(BUCKETS[name], seed, range(count)).latents.float().transpose(0, 1).flatten(1)
+        flat = draw_bucket(BUCKETS[name], seed, range(count), weighted=False).latents.float().transpose(0, 1).flatten(1)
         totals.append(torch.stack([flat.mean(1), flat.square().mean(1)]))
     mean, square = torch.stack(totals).mean(0)
     return mean, (square - mean.square()).sqrt()

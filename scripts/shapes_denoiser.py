@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": [1, 2, 2],
-    "num_attention_heads": 4,
-    "attention_head_dim": 48,
+    "num_attention_heads": 3,
+    "attention_head_dim": 64,
     "in_channels": shapes_vae.CHANNELS,
     "out_channels": shapes_vae.CHANNELS,
     "text_dim": 128,
@@ -150,6 +150,7 @@ class DenoiserTask:
     workers: int = 2
     captions: shapes_text.CaptionSettings = dataclasses.field(default_factory=shapes_text.CaptionSettings)
     name: str = "denoiser"
+    weighted: bool = False
 
     def build(self) -> Student:
         """A fresh transformer."""
@@ -174,9 +175,13 @@ class DenoiserTask:
         self.mean, self.std = (value.view(1, -1, 1, 1, 1) for value in (mean, std))
         self.drawn: dict[str, data.Drawn] = {}
 
+    def shares(self, step: int) -> dict[str, float]:
+        """The share of each bucket about a step."""
+        return data.MOSTLY_SMALL if step < self.steps * self.all_sizes_from else data.ALL_SIZES
+
     def bucket(self, step: int) -> data.Bucket:
         """The bucket of a step, the same for every worker."""
-        shares = data.MOSTLY_SMALL if step < self.steps * self.all_sizes_from else data.ALL_SIZES
+        shares = self.shares(step)
         name = random.Random(f"bucket-{self.seed}-{step}").choices(list(shares), list(shares.values()))[0]
         return data.BUCKETS[name]
 
@@ -184,13 +189,15 @@ class DenoiserTask:
         """The squared errors of the velocity, which is logged, and of the answers about the things."""
         bucket = self.bucket(step)
         if bucket.name not in self.drawn:
-            self.drawn[bucket.name] = data.load_bucket(self.folder, bucket, self.seed, worker, self.workers)
+            self.drawn[bucket.name] = data.load_bucket(
+                self.folder, bucket, self.seed, worker, self.workers, weighted=self.weighted
+            )
         drawn = self.drawn[bucket.name]
         rng = random.Random(f"batch-{self.seed}-{step}-{worker}")
         generator = torch.Generator().manual_seed(rng.getrandbits(60))
         picks = [rng.randrange(len(drawn.latents)) for _ in range(bucket.batch)]
         first = bucket.count * worker // self.workers
-        shown = [data.bucket_scene(bucket, first + pick, self.seed)[0] for pick in picks]
+        shown = [data.bucket_scene(bucket, first + pick, self.seed, weighted=self.weighted)[0] for pick in picks]
         captions = [shapes_text.training_caption(scene, rng, self.captions)[0] for scene in shown]
         ids, lengths = shapes_text.pad_tokens(captions)
         ids = ids[:, : int(lengths.max()) + 1]
@@ -208,9 +215,26 @@ class DenoiserTask:
         return error + self.answers_weight * (answers - right).square().mean(), error.item()
 
 
+@dataclasses.dataclass
+class FinishTask(DenoiserTask):
+    """The last steps of the denoiser: from the average of those before, mostly at the default size, on what is hard."""
+
+    steps: int = 3500
+    all_sizes_from: float = 0.0
+    learning_rate: float = 1e-3
+    decay_from: float = 0.2
+    seed: int = 5
+    name: str = "finish"
+    weighted: bool = True
+
+    def shares(self, step: int) -> dict[str, float]:
+        """The share of each bucket, the same at every step."""
+        return data.FINISH
+
+
 def load_transformer(folder: Path) -> WanTransformer3DModel:
     """The trained transformer of a folder, frozen."""
-    return shapes_parallel.load_average(DenoiserTask(folder)).transformer
+    return shapes_parallel.load_average(FinishTask(folder)).transformer
 
 
 def load_statistics(folder: Path) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,8 @@ background were never shown in training, neither to the autoencoder nor to the d
 4. The transformer (`WanTransformer3DModel`, {transformer_millions:.1f} M) learns by flow matching with logit-normal
    times, shifted to the noise in which shapes and places are decided; mostly at 64 px, then at all sizes. Its blocks'
    matrices are updated by Muon, the rest by Adam; the exported weights are a moving average. In training, the tokens of
-   a middle block must also tell where each thing is, how large, of what shape and whither it goes.
+   a middle block must also tell where each thing is, how large, of what shape and whither it goes. At last it goes on
+   from that average, mostly at 128 px, on other scenes, in which small things and stars come more often.
 
 To make the weights again: `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`; it goes on from its
 checkpoints when it was stopped.
@@ -84,8 +85,10 @@ checkpoints when it was stopped.
 | autoencoder | {vae_settings} |
 | text encoder | {text_settings} |
 | denoiser | {denoiser_settings} |
-| shares of the steps at first | {first_shares} |
-| shares of the steps later | {later_shares} |
+| shares of its steps at first | {first_shares} |
+| shares of its steps later | {later_shares} |
+| finish | {finish_settings} |
+| shares of its steps | {finish_shares} |
 
 ## Combinations held out of training
 
@@ -130,9 +133,11 @@ def _held_out() -> str:
     return "\n".join(lines)
 
 
-def write_card(path: Path, counts: dict[str, int], vae_task: Any, text_task: Any, denoiser_task: Any) -> None:
+def write_card(
+    path: Path, counts: dict[str, int], vae_task: Any, text_task: Any, denoiser_task: Any, finish_task: Any
+) -> None:
     """Write the card of a model whose parts have these parameter counts."""
-    shares = [", ".join(f"{k} {v:.0%}" for k, v in s.items()) for s in (data.MOSTLY_SMALL, data.ALL_SIZES)]
+    shares = [", ".join(f"{k} {v:.0%}" for k, v in s.items()) for s in (data.MOSTLY_SMALL, data.ALL_SIZES, data.FINISH)]
     text = CARD.format(
         millions=sum(counts.values()) / 1e6,
         vae_millions=counts["vae"] / 1e6,
@@ -147,12 +152,14 @@ def write_card(path: Path, counts: dict[str, int], vae_task: Any, text_task: Any
         denoiser_settings=_settings(denoiser_task),
         first_shares=shares[0],
         later_shares=shares[1],
+        finish_settings=_settings(finish_task),
+        finish_shares=shares[2],
         held_out=_held_out(),
     )
     path.write_text(text, encoding="utf-8")
 
 
-def export(folder: Path, target: Path, vae_task: Any, text_task: Any, denoiser_task: Any) -> None:
+def export(folder: Path, target: Path, vae_task: Any, text_task: Any, denoiser_task: Any, finish_task: Any) -> None:
     """Write the averaged weights of a training folder as a pipeline."""
     vae = shapes_vae.load_vae(folder)
     mean, std = shapes_denoiser.load_statistics(folder)
@@ -166,4 +173,4 @@ def export(folder: Path, target: Path, vae_task: Any, text_task: Any, denoiser_t
     )
     pipeline.save_pretrained(target, safe_serialization=True)
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-    write_card(target / "README.md", counts, vae_task, text_task, denoiser_task)
+    write_card(target / "README.md", counts, vae_task, text_task, denoiser_task, finish_task)

@@ -108,11 +108,11 @@ def flatten(layout: Layout) -> Tensor:
 def orthogonal(matrices: Tensor) -> Tensor:
     """The nearest matrices (count, rows, columns) of singular values about one: Muon's Newton-Schulz iteration."""
     turned = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    x = (turned / (turned.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
+    x = turned / (turned.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return (x.mT if turned is not matrices else x).type_as(matrices)
+    return x.mT if turned is not matrices else x
 
 
 def muon(parameters: Tensor, gradients: Tensor, momenta: Tensor, rate: float) -> None:

@@ -1,8 +1,8 @@
-"""Train the bundled model `shapes` from nothing, in four stages: vae, text, denoiser, export.
+"""Train the bundled model `shapes` from nothing, in five stages: vae, text, denoiser, finish, export.
 
 `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`, with OMP_NUM_THREADS=1 in the environment. It is
 seeded, and goes on from the checkpoints in FOLDER when it was stopped. With `--start diffgen/shapes`, an exported
-model's autoencoder and text encoder are taken as they are, and its denoiser is trained on.
+model's autoencoder, text encoder and denoiser are taken as they are, and the finish is run on them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from transformers import UMT5EncoderModel
 def start_from(
     source: Path, vae: shapes_vae.VaeTask, text: shapes_text.TextTask, denoiser: shapes_denoiser.DenoiserTask
 ) -> None:
-    """Write an exported model's parts as checkpoints, where there are none yet: finished, but for the denoiser."""
+    """Write an exported model's parts as finished checkpoints, where there are none yet."""
     reader, student = text.build(), denoiser.build()
     reader.text.load_state_dict(UMT5EncoderModel.from_pretrained(source / "text_encoder").float().state_dict())
     student.transformer.load_state_dict(
         WanTransformer3DModel.from_pretrained(source / "transformer").float().state_dict()
     )
-    parts = ((vae, AutoencoderKLWan.from_pretrained(source / "vae").float(), vae.steps),)
-    for task, model, step in (*parts, (text, reader, text.steps), (denoiser, student, 0)):
+    parts = ((vae, AutoencoderKLWan.from_pretrained(source / "vae").float()), (text, reader), (denoiser, student))
+    for task, model in parts:
         if not shapes_parallel.checkpoint(task.folder, task.name).exists():
-            shapes_parallel.write_start(task, model, step)
+            shapes_parallel.write_start(task, model, task.steps)
 
 
 def main() -> None:
@@ -40,25 +40,30 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints and drawn scenes")
     parser.add_argument("--export", type=Path, default=Path("diffgen/shapes"), help="folder of the finished model")
     parser.add_argument("--start", type=Path, help="an exported model to go on from, in place of nothing")
-    parser.add_argument("--stages", nargs="+", default=["vae", "text", "denoiser", "export"])
+    parser.add_argument("--stages", nargs="+", default=["vae", "text", "denoiser", "finish", "export"])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--steps", type=int, default=shapes_denoiser.DenoiserTask.steps, help="of the denoiser")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     vae = shapes_vae.VaeTask(arguments.work, workers=arguments.workers)
     text = shapes_text.TextTask(arguments.work, workers=arguments.workers)
-    denoiser = shapes_denoiser.DenoiserTask(arguments.work, steps=arguments.steps, workers=arguments.workers)
+    denoiser = shapes_denoiser.DenoiserTask(arguments.work, workers=arguments.workers)
+    finish = shapes_denoiser.FinishTask(arguments.work, workers=arguments.workers)
     if arguments.start:
         start_from(arguments.start, vae, text, denoiser)
     if "vae" in arguments.stages:
         shapes_parallel.train(vae)
     if "text" in arguments.stages:
         shapes_parallel.train(text)
-    if "denoiser" in arguments.stages:
+    if "denoiser" in arguments.stages or "finish" in arguments.stages:
         shapes_denoiser.load_statistics(arguments.work)
+    if "denoiser" in arguments.stages:
         shapes_parallel.train(denoiser)
+    if "finish" in arguments.stages:
+        if not shapes_parallel.checkpoint(finish.folder, finish.name).exists():
+            shapes_parallel.write_start(finish, shapes_parallel.load_average(denoiser), 0)
+        shapes_parallel.train(finish)
     if "export" in arguments.stages:
-        shapes_export.export(arguments.work, arguments.export, vae, text, denoiser)
+        shapes_export.export(arguments.work, arguments.export, vae, text, denoiser, finish)
 
 
 if __name__ == "__main__":
