@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from diffgen.distributed.axis import peers_needed
 from diffgen.errors import RanksDiverged
+from diffgen.scheduler.plan import MAX_PLAN
 
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
 NEVER = datetime.timedelta(days=1)
 MAX_GATHERED = 4096  # less than a socket takes unread: every rank sends its own before it reads the others'
-_MAX_PLAN = 2**28
 _PLAN, _VOTE, _BYTES = b"p", b"v", b"b"
 
 
@@ -49,9 +49,10 @@ class Control:
         assert len(self._peers) == info.size - 1
 
     def broadcast(self, data: bytes = b"") -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Rank 0's bytes, at most ``MAX_PLAN``, on every rank."""
+        assert len(data) <= MAX_PLAN
         if not self.info.leads:
-            return self._receive(0, _PLAN, _MAX_PLAN)
+            return self._receive(0, _PLAN, MAX_PLAN)
         self._send(_PLAN, data)
         return data
 

@@ -8,11 +8,12 @@ from typing import Protocol
 
 import msgspec
 
-from diffgen.errors import DeadlineExceeded, OutOfMemory, QueueFull
+from diffgen.errors import DeadlineExceeded, InvalidRequest, OutOfMemory, QueueFull
 from diffgen.params import Limits, SamplingParams
 from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.forecast import Forecast
 from diffgen.scheduler.job import Job, Need
+from diffgen.scheduler.plan import MAX_ADMITTED
 from diffgen.scheduler.policy import Policy
 
 # A request is refused for its time limit only where it is expected to take this much longer: estimates are rough.
@@ -75,6 +76,13 @@ class Admission:
             numbers = f"the request needs about {_mib(sum(job.need))} MiB a rank, and {_mib(self._capacity)} are free"
             raise OutOfMemory(f"{numbers}; ask for a smaller size, fewer frames or outputs", code="insufficient_memory")
 
+    def check_size(self, job: Job) -> None:
+        """Learn what ``job`` takes in a plan. Raises :class:`InvalidRequest` where no plan could hold it."""
+        job.size = job.admit.size
+        if job.size > MAX_ADMITTED:
+            rule = f"a plan for the ranks can admit at most {MAX_ADMITTED}; shorten its texts"
+            raise InvalidRequest(f"the request has {job.size} bytes, and {rule}", code="request_too_large")
+
     def check_time(self, job: Job, eta: float | None) -> None:
         """Raises :class:`DeadlineExceeded` where its time limit cannot be kept, as far as times are known."""
         limit = job.resolved.params.time_limit
@@ -93,7 +101,7 @@ class Admission:
         )
 
     def begin(self, running: Sequence[Job], now: float) -> list[Job]:
-        """The next requests for the ranks to hold: as many as may run, and fit into memory together.
+        """The next requests for the ranks to hold: as many as may run, and fit into memory and into a plan together.
 
         Interactive requests take the turns of batch ones, so they do not wait for places that those hold, either.
         """
@@ -108,6 +116,8 @@ class Admission:
             together = [*running, *begun, job]
             if len(together) > 1 and self.free(together) < max(each.need.work for each in together):
                 break  # none that is behind it passes it, or it might never fit
+            if sum(each.size for each in (*begun, job)) > MAX_ADMITTED:
+                break  # for the next plan
             begun.append(job)
             all_held, interactive = all_held + 1, interactive + job.interactive
         return begun

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from diffgen.scheduler.job import Job, Kind
 from diffgen.scheduler.plan import StageInfo
+from diffgen.scheduler.sharing import Sharing
 
 _WEIGHT = 0.3  # of a new measurement against what is known
-_SURE = 2  # measurements after which a batch size is judged: the first at a new shape also pays for set-up
-_WORTH = 0.95  # a shared unit must take less than this of what its members take apart
 
 
 class CostModel:
@@ -26,6 +25,7 @@ class CostModel:
     def __init__(self, stages: Sequence[StageInfo] = ()) -> None:
         self.stages = {stage.name: stage for stage in stages}
         self._times = {name: _Times() for name in self.stages}
+        self._sharing = {name: Sharing(times.at) for name, times in self._times.items() if self.stages[name].stepped}
         self._units_per_step = dict.fromkeys(self.stages, 1.0)  # second-order schedulers have more than one
         self._gain = 1.0
         # By kind and stage, until something is learnt: most requests of a full queue are of a few kinds.
@@ -41,9 +41,13 @@ class CostModel:
         if stage not in self.stages or not self.stages[stage].stepped:
             return
         times = self._times[stage]
-        times.learn(*_together(jobs), seconds)
+        pixels, rows = _together(jobs)
+        is_first = not times.count(pixels, rows)
+        times.learn(pixels, rows, seconds)
         self._paces.clear()
         if seconds > 0:
+            if not is_first:
+                self._sharing[stage].learn(pixels, [job.rows for job in jobs], seconds)
             apart = sum(times.at(job.pixels, job.rows) or 0.0 for job in jobs)
             self._gain += _WEIGHT * (apart / seconds - self._gain)
 
@@ -81,15 +85,10 @@ class CostModel:
         whole = self._times[stage].at(*self._shape(stage, job)) or 0.0
         return _Pace(fixed, step, whole, self.stages[stage].stepped)
 
-    def pays(self, stage: str, jobs: Sequence[Job], joining: Job) -> bool:
-        """Whether ``joining`` should share the next unit of ``jobs``: where that is faster, or not yet known."""
-        if stage not in self.stages or not self.stages[stage].stepped:
-            return True
-        times = self._times[stage]
-        together, apart = _together([*jobs, joining]), [_together(jobs), _together([joining])]
-        if times.count(*together) < _SURE or any(times.count(*shape) < _SURE for shape in apart):
-            return True
-        return (times.at(*together) or 0.0) < _WORTH * sum(times.at(*shape) or 0.0 for shape in apart)
+    def share(self, stage: str, group: Sequence[Job]) -> int:
+        """How many of ``group``, whose pixels are equal, should share its next unit: see :class:`Sharing`."""
+        sharing = self._sharing.get(stage)
+        return len(group) if sharing is None else sharing.share(group[0].pixels, [job.rows for job in group])
 
     def ends(self, jobs: Iterable[Job]) -> Mapping[str, float]:
         """Seconds until each of ``jobs`` ends if they are served in this order, nothing else comes, and sharing units

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from diffgen.params import BATCH_FIELDS, Resolved
-from diffgen.scheduler.plan import Position
+from diffgen.scheduler.plan import Admit, Position
 
 
 class Need(NamedTuple):
@@ -42,6 +42,7 @@ class Job:
         suspect: the server has died while it ran, so it always runs by itself.
         kind: of equal kinds, units take equally long.
         rows: what it adds to a forward of the denoiser.
+        size: bytes that it takes in the plan which admits it.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Job:
     branches: int = 1
     deadline: float | None = None
     need: Need = NOTHING
+    size: int = 0
     started: float | None = None
     position: Position | None = None
     served: float = 0.0
@@ -75,6 +77,11 @@ class Job:
     @property
     def outputs(self) -> int:
         return self.kind.outputs
+
+    @property
+    def admit(self) -> Admit:
+        """It, for the ranks to hold."""
+        return Admit(self.id, self.resolved.params, self.resolved.warnings)
 
     @property
     def pixels(self) -> int:

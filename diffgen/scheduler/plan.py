@@ -10,6 +10,8 @@ from diffgen.errors import ErrorInfo
 from diffgen.params import SamplingParams
 
 MAX_UNIT_REQS = 32  # requests in one unit: the vote has a slot for each
+MAX_PLAN = 2**28  # bytes of a plan: ranks take it for nonsense if it is larger
+MAX_ADMITTED = MAX_PLAN // 2  # of the requests that one plan admits; their ids take the rest
 
 
 class StageInfo(msgspec.Struct, frozen=True):
@@ -27,6 +29,11 @@ class Admit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     params: SamplingParams
     warnings: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes in a plan."""
+        return len(msgspec.msgpack.encode(self))
 
 
 class TextSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -62,32 +62,35 @@ class Policy:
         last = max(self._batch_served, min(job.arrived for job in batch))
         return [*batch, *interactive] if now - last >= BATCH_TURN_S else [*interactive, *batch]
 
-    def choose(self, jobs: Iterable[Job], now: float, work: float = math.inf, explore: bool = False) -> list[Job]:
-        """The jobs of the next unit: the first in order, and those that share its forward.
+    def choose(self, jobs: Iterable[Job], now: float, work: float = math.inf) -> list[Job]:
+        """The jobs of the next unit: the first in order, and those that should share its forward.
 
-        One that would share it, but only has to be prepared for that, is prepared before. Another joins within the
-        limits and ``work`` bytes of memory, which the first alone may exceed, and where that is faster; with
-        ``explore`` also where it was not: times change.
+        One that should, but only has to be prepared for that, is prepared before.
         """
         queue = self.order(jobs, now)
-        chosen = queue[:1]
         if not queue or queue[0].batch_key() is None:
-            return chosen
-        first, outputs, pixels = queue[0], queue[0].outputs, queue[0].pixels * queue[0].outputs
-        stage = "" if first.position is None else first.position.name
+            return queue[:1]
+        group = self._could_share(queue, work)
+        assert group[0].position is not None
+        group = group[: self._cost.share(group[0].position.name, group)]
+        unready = [job for job in group if job.position is None or job.position.prepares]
+        return unready[:1] or group
+
+    def _could_share(self, queue: list[Job], work: float) -> list[Job]:
+        """The first in the queue and all that may share its unit, now or once they are prepared: within the limits and
+        ``work`` bytes of memory, which the first alone may exceed."""
+        first = queue[0]
+        group, outputs, pixels = [first], first.outputs, first.pixels * first.outputs
         work -= first.need.work
         for job in queue[1:]:
-            outputs_with, pixels_with = outputs + job.outputs, pixels + job.pixels * job.outputs
-            if len(chosen) == MAX_UNIT_REQS:
+            if len(group) == MAX_UNIT_REQS:
                 break
+            outputs_with, pixels_with = outputs + job.outputs, pixels + job.pixels * job.outputs
             fits = outputs_with <= self._limits.outputs and pixels_with <= self._limits.pixels and job.need.work <= work
+            unready = job.position is None or job.position.prepares
             if not fits or job.shape_key() != first.shape_key():
                 continue
-            if not (explore or self._cost.pays(stage, chosen, job)):
-                continue
-            if job.position is None or job.position.prepares:
-                return [job]
-            if job.batch_key() == first.batch_key():
-                chosen.append(job)
+            if unready or job.batch_key() == first.batch_key():
+                group.append(job)
                 outputs, pixels, work = outputs_with, pixels_with, work - job.need.work
-        return chosen
+        return group

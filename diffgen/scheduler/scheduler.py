@@ -20,7 +20,7 @@ from diffgen.scheduler.admission import Admission, Memory, out_of_time
 from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.forecast import Forecast
 from diffgen.scheduler.job import Job
-from diffgen.scheduler.plan import Admit, Outcome, Plan, Position, StageInfo
+from diffgen.scheduler.plan import Outcome, Plan, Position, StageInfo
 from diffgen.scheduler.policy import BatchLimits, Policy
 from diffgen.scheduler.texts import TextCache
 from diffgen.wire.messages import (
@@ -42,7 +42,6 @@ from diffgen.wire.messages import (
 )
 
 MAX_DEATHS = 2  # of the server, while it ran a request, until the request is refused
-EXPLORE_TICKS = 64  # now and then a batch runs that did not pay before
 
 Answer = tuple[bytes, ServerMessage]
 
@@ -170,6 +169,7 @@ class Scheduler:
                 suspect=message.id in self._deaths,
             )
             self._admission.check_memory(job)
+            self._admission.check_size(job)
             self._jobs[job.id] = job
             self._forecast.look(now)
             ahead, eta = self._forecast.of(job, now)
@@ -218,9 +218,8 @@ class Scheduler:
         for job in admitted:
             job.started = now
             job.timings["queue"] = now - job.arrived
-        explore = self._tick % EXPLORE_TICKS == 0
         flying = [*running, *admitted]
-        chosen = self._policy.choose(flying, now, self._admission.free(flying), explore)
+        chosen = self._policy.choose(flying, now, self._admission.free(flying))
         stage = 0 if not chosen or chosen[0].position is None else chosen[0].position.stage
         encodes = len(chosen) == 1 and stage < len(self._stages) and self._stages[stage].encodes
         text = self._texts.look_up(chosen[0].resolved.params) if encodes else None
@@ -230,7 +229,7 @@ class Scheduler:
             drop=drop,
             text=text,
             evict=self._texts.evicted(),
-            admit=tuple(Admit(job.id, job.resolved.params, job.resolved.warnings) for job in admitted),
+            admit=tuple(job.admit for job in admitted),
             stage=stage,
             ids=tuple(job.id for job in chosen),
         )

@@ -115,8 +115,8 @@ class Driver:
         return [answer for _, answer in answers]
 
     def submit(self, request_id: str, client: bytes = A, **values: Any) -> list[Any]:
-        values.setdefault("num_inference_steps", 3)
-        return self.send(client, Submit(request_id, SamplingParams(prompt="a", **values)))
+        values = {"prompt": "a", "num_inference_steps": 3, **values}
+        return self.send(client, Submit(request_id, SamplingParams(**values)))
 
     def tick(self) -> Plan:
         self.answers += self.scheduler.expire()

@@ -95,16 +95,14 @@ def test_the_first_measurement_counts_only_until_the_second_and_later_ones_a_par
         assert cost.seconds_left(job(steps=1)) == pytest.approx(left)
 
 
-def test_a_batch_pays_where_it_is_faster_than_its_members_apart() -> None:
-    cost = taught((job(), 1.0))
-    assert cost.pays("denoise", [job()], job()), "not measured yet: try"
-    for seconds, pays in ((1.2, True), (1.85, True), (1.95, False), (3.0, False)):
-        cost = taught((job(), 1.0))
-        for _ in range(2):
-            cost.learn_unit("denoise", [job("a"), job("b")], seconds)
-        assert cost.pays("denoise", [job()], job()) == pays, seconds
-    assert cost.pays("denoise", [job(size=128)], job(size=128)), "another shape is another question"
-    assert cost.pays("encode", [job()], job()), "only steps are measured"
+def test_only_steps_are_asked_whether_sharing_them_pays() -> None:
+    cost, pair = taught((job(), 1.0)), [job("a"), job("b")]
+    for _ in range(10):
+        cost.learn_unit("denoise", pair, 2.0)
+        cost.learn_unit("denoise", pair[:1], 1.0)
+    assert cost.share("denoise", pair) == 1
+    assert cost.share("denoise", [job("a", size=128), job("b", size=128)]) == 2, "another shape is another question"
+    assert cost.share("encode", pair) == cost.share("odd", pair) == 2
 
 
 def test_a_request_of_several_rows_is_as_a_batch_of_them() -> None:
