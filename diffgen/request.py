@@ -50,6 +50,7 @@ class Req:
         decoder: what the decoder keeps between latent frames.
         frames: decoded parts, each uint8 (n, frames, height, width, 3), or (k, ...), all frames of k outputs.
         stage, unit: position: units of the current stage that are done.
+        without_previews: one could not be made, so no other is tried; only on rank 0, which draws them.
         extra: whatever one family needs beside all this, typed by it.
     """
 
@@ -65,6 +66,7 @@ class Req:
     frames: tuple[torch.Tensor, ...] = ()
     stage: int = 0
     unit: int = 0
+    without_previews: bool = False
     extra: object = None
 
     @property

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 _OK, _FAILED, _FOLLOWS = 0, 1, 2
 # For a failure to be told by the vote; longer, and the peers wait in a collective that this rank has left.
 _EXPLAIN_S = 1.0
-_NO_PREVIEW = "a preview could not be made, so none comes any more"
 
 
 @dataclasses.dataclass
@@ -201,14 +200,16 @@ class GPUWorker:
 
     def _preview(self, req: Req, before: torch.Tensor | None, total: int) -> None:
         assert self.pipeline.preview is not None, "only models with previews take preview_every"
-        if any(warning.startswith(_NO_PREVIEW) for warning in req.warnings):
+        if req.without_previews:
             return
         try:
             pixels = self.pipeline.preview(req, before).cpu().numpy()
         except Exception as error:
             # The request itself is well. Only this rank draws previews and answers, so only here is it told.
             logger.exception("no preview of %s", req.id)
-            req.warnings += (f"{_NO_PREVIEW}: {type(error).__name__}: {error}",)
+            req.without_previews = True
+            why = f"{type(error).__name__}: {error}"
+            req.warnings += (f"a preview could not be made, so none comes any more: {why}",)
             return
         self.previews.append((Preview(req.id, req.unit, total, TensorHeader("uint8", pixels.shape)), pixels))
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
+import msgspec
 import pytest
 import torch
 
@@ -202,6 +203,10 @@ def test_a_preview_that_fails_is_told_with_the_result(worker: GPUWorker) -> None
     assert finished["a"].warnings == ("a preview could not be made, so none comes any more: ValueError: no picture",)
     assert tried == [1]
     assert worker.previews == []
+    told = finished["a"].warnings
+    tick.to_denoising(msgspec.structs.replace(admit("b", steps=1, preview_every=1), warnings=told))
+    tick(3, ("b",))
+    assert tried == [1, 1], "what a warning says is no state"
 
 
 def test_a_stage_with_units_for_some_requests_is_run_for_those(worker: GPUWorker) -> None:
