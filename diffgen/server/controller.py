@@ -194,7 +194,7 @@ class DataParallelController:
     def _turn(self) -> bool:
         """Take what has come; False when told to stop."""
         assert self._outbox is not None
-        until = self._outbox.expire()
+        until = self._outbox.tend()
         wait = 1000 if self._away else None if until is None else int(1000 * until) + 1
         ready = Backend.wait(self._inbox, list(self._backends.values()), wait)
         for index, backend in list(self._backends.items()):

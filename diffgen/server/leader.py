@@ -7,6 +7,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -61,7 +62,7 @@ class Leader:
         self._pipe, self._inbox = pipe, inbox
         warm_up(start.args, worker, self._broadcast)
         self._router = Router(start.socket, start.args.listen, inbox)
-        self._outbox = Outbox(self._router)
+        self._outbox = Outbox(self._router, Path(start.run_folder) / "answers")
         pipe.send(Ready(worker.pipeline.spec.name, self._router.address))
 
     def run(self) -> None:
@@ -77,7 +78,8 @@ class Leader:
 
     def _take(self) -> bool:
         """Take what has come; waits while there is nothing else to do. False when told to stop."""
-        for item in _received(self._inbox, self._outbox.expire() if self._scheduler.idle else 0.0):
+        until = self._outbox.tend()
+        for item in _received(self._inbox, until if self._scheduler.idle else 0.0):
             if isinstance(item, Stop):
                 return False
             client, message = item

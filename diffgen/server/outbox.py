@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from diffgen.wire import codec
 from diffgen.wire.messages import Bye, ClientMessage, Failed, Gone, Received, Result, Submit
 from diffgen.wire.router import Router
 
+logger = logging.getLogger(__name__)
+
 KEEP_S = 300.0
 KEEP_BYTES = 256 * 2**20
+#: An answer that its client has not confirmed by then is written to a file. Most are confirmed in milliseconds.
+WRITE_S = 1.0
 _MESSAGE_BYTES = 2048  # about what one takes without its tensor
+_PART = ".part"
+_LENGTH = struct.Struct(">I")
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What stands in a file before the bytes of the tensor. ``until`` is of the system's monotonic clock."""
+
+    client: bytes
+    message: Result | Failed
+    until: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +52,27 @@ class Outbox:
     """An answer is lost when its connection breaks while it is on its way. So the last one of each request is kept
     until its client says that it has it, for at most ``KEEP_S`` seconds and, all together, ``KEEP_BYTES``, the oldest
     going first; asked for again in that time, it is sent again.
+
+    With a ``folder`` it also outlives this process: what is not confirmed soon is written there, and found by the next
+    one.
     """
 
-    def __init__(self, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
-        self._router, self._clock = router, clock
+    def __init__(self, router: Router, folder: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._router, self._folder, self._clock = router, folder, clock
         self._kept: dict[str, _Kept] = {}  # oldest first
         self._bytes = 0
+        self._unwritten: dict[str, float] = {}  # when each is to be written, oldest first
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+            for kept in sorted(_read(folder), key=lambda kept: kept.until):
+                self._keep(kept)
 
     def send(self, client: bytes, message: Result | Failed, tensor: Any = None) -> None:
         self._drop(message.id)
-        self._kept[message.id] = kept = _Kept(client, message, tensor, self._clock() + KEEP_S)
-        self._bytes += kept.size
-        while self._bytes > KEEP_BYTES:
-            self._drop(next(iter(self._kept)))
+        now = self._clock()
+        self._keep(_Kept(client, message, tensor, now + KEEP_S))
+        if self._folder is not None:
+            self._unwritten[message.id] = now + WRITE_S
         self._router.send(client, message, tensor)
 
     def take(self, client: bytes, message: ClientMessage | Gone) -> bool:
@@ -62,19 +91,70 @@ class Outbox:
                     self._drop(request_id)
         return False
 
-    def expire(self) -> float | None:
-        """Drop what is too old; the seconds until there is more to drop, or None."""
+    def tend(self) -> float | None:
+        """Drop what is too old, write what is not confirmed; the seconds until there is more to do, or None."""
         now = self._clock()
-        while self._kept:
-            request_id, oldest = next(iter(self._kept.items()))
-            if oldest.until > now:
-                return oldest.until - now
-            self._drop(request_id)
-        return None
+        while self._kept and (oldest := next(iter(self._kept.values()))).until <= now:
+            self._drop(oldest.message.id)
+        while self._unwritten and (first := next(iter(self._unwritten.items())))[1] <= now:
+            del self._unwritten[first[0]]
+            self._write(self._kept[first[0]])
+        due = [next(iter(self._kept.values())).until] if self._kept else []
+        due += [next(iter(self._unwritten.values()))] if self._unwritten else []
+        return min(due) - now if due else None
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept[kept.message.id] = kept
+        self._bytes += kept.size
+        while self._bytes > KEEP_BYTES:
+            self._drop(next(iter(self._kept)))
 
     def _is(self, request_id: str, client: bytes) -> bool:
         return request_id in self._kept and self._kept[request_id].client == client
 
     def _drop(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
-        self._bytes -= 0 if kept is None else kept.size
+        if kept is None:
+            return
+        self._bytes -= kept.size
+        if self._folder is not None and self._unwritten.pop(request_id, None) is None:
+            self._path(self._folder, request_id).unlink(missing_ok=True)
+
+    def _write(self, kept: _Kept) -> None:
+        assert self._folder is not None
+        path = self._path(self._folder, kept.message.id)
+        head = msgspec.msgpack.encode(_Head(kept.client, kept.message, kept.until))
+        part = path.with_suffix(_PART)
+        try:
+            with part.open("wb") as file:
+                file.write(_LENGTH.pack(len(head)) + head)
+                if kept.tensor is not None:
+                    file.write(kept.tensor.data.cast("B"))
+            part.rename(path)
+        except OSError as error:
+            # It is still in memory; only a death of this process would make the request run again.
+            logger.warning("the answer to %s cannot be written: %s", kept.message.id, error)
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def _path(folder: Path, request_id: str) -> Path:
+        # The id is its client's own choice.
+        return folder / hashlib.sha256(request_id.encode()).hexdigest()
+
+
+def _read(folder: Path) -> list[_Kept]:
+    """What an earlier process has written; what it has begun and not ended is removed."""
+    found = []
+    for path in folder.iterdir():
+        if path.suffix == _PART:
+            path.unlink()
+            continue
+        data = path.read_bytes()
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        head = msgspec.msgpack.decode(data[_LENGTH.size : start], type=_Head)
+        tensor = None
+        if isinstance(head.message, Result):
+            tensor = codec.array(head.message.output.tensor, data[start:])
+        found.append(_Kept(head.client, head.message, tensor, head.until))
+    return found

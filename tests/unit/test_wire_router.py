@@ -21,7 +21,7 @@ from diffgen.args import ListenArgs
 from diffgen.errors import ConnectionFailed, GenerationError, StartFailed
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import OutputBatch, TensorHeader
-from diffgen.server.outbox import KEEP_BYTES, KEEP_S, Outbox
+from diffgen.server.outbox import KEEP_BYTES, KEEP_S, WRITE_S, Outbox
 from diffgen.wire import codec
 from diffgen.wire.client import Connection
 from diffgen.wire.messages import (
@@ -83,6 +83,7 @@ class Raw:
     """A client of bare frames."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
+        self.tensors: list[bytes] = []  # of the last answer
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDTIMEO, 2000)
@@ -102,7 +103,8 @@ class Raw:
 
     def answer(self, seconds: float = 5) -> Any:
         while self.socket.poll(int(1000 * seconds)):
-            message = codec.decode(self.socket.recv_multipart()[:2], _DECODER)
+            prefix, body, *self.tensors = self.socket.recv_multipart()
+            message = codec.decode([prefix, body], _DECODER)
             if not isinstance(message, Ping):
                 return message
         return None
@@ -279,7 +281,7 @@ def test_a_client_that_vanishes_is_forgotten(served: Served) -> None:
 
 def test_an_answer_is_kept_until_its_client_has_it(served: Served) -> None:
     now = 0.0
-    outbox = Outbox(served.router, lambda: now)
+    outbox = Outbox(served.router, clock=lambda: now)
     submit = Submit("a", SamplingParams(prompt="p"))
     with Raw(served.private) as client:
         client.hello()
@@ -301,9 +303,9 @@ def test_an_answer_is_kept_until_its_client_has_it(served: Served) -> None:
         outbox.send(b"gone", _result("a"), np.zeros(3, np.uint8))
         if leaves is None:
             now += KEEP_S - 1
-            assert outbox.expire() == 1
+            assert outbox.tend() == 1
             now += 1
-            assert outbox.expire() is None
+            assert outbox.tend() is None
         else:
             outbox.take(b"gone", leaves)
         assert not outbox.take(b"gone", submit)
@@ -311,6 +313,45 @@ def test_an_answer_is_kept_until_its_client_has_it(served: Served) -> None:
         outbox.send(b"gone", _result(name), np.zeros(KEEP_BYTES // 2 - 10_000, np.uint8))
     held = [name for name in "abc" if outbox.take(b"gone", Submit(name, submit.params))]
     assert held == ["b", "c"], "as many bytes as may be, the newest"
+
+
+def test_an_answer_outlives_the_process_that_made_it(served: Served, tmp_path: Path) -> None:
+    now, folder, pixels = 0.0, tmp_path / "answers", np.array([1, 2, 3], np.uint8)
+
+    def outbox() -> Outbox:
+        """That of the next process."""
+        return Outbox(served.router, folder, lambda: now)
+
+    first = outbox()
+    failed = Failed("../b", GenerationError("by design").info())
+    with Raw(served.private) as client:
+        client.hello()
+        (identity,) = served.router._owner
+        first.send(identity, _result("a"), pixels)
+        first.send(identity, failed)
+        first.send(identity, _result("confirmed"), pixels)
+        for _ in range(3):
+            client.answer()
+        assert first.take(identity, Received("confirmed"))
+        assert first.tend() == WRITE_S
+        assert list(folder.iterdir()) == [], "most are confirmed before they are written"
+        now += WRITE_S
+        assert first.tend() == KEEP_S - WRITE_S
+        assert len(list(folder.iterdir())) == 2
+        (folder / "torn.part").write_bytes(b"x")
+        second = outbox()
+        assert not second.take(b"another", Submit("a", SamplingParams(prompt="p")))
+        assert not second.take(identity, Submit("confirmed", SamplingParams(prompt="p")))
+        assert second.take(identity, Submit("a", SamplingParams(prompt="p")))
+        assert (client.answer(), client.tensors) == (_result("a"), [pixels.tobytes()])
+        assert second.take(identity, Submit("../b", SamplingParams(prompt="p")))
+        assert client.answer() == failed
+        assert second.take(identity, Received("a"))
+        third = outbox()
+        assert not third.take(identity, Submit("a", SamplingParams(prompt="p"))), "it was confirmed to the second"
+        now += KEEP_S
+        assert third.tend() is None
+    assert list(folder.iterdir()) == []
 
 
 def _result(request_id: str) -> Result:
