@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.decode import DecodeRule
 from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
 from diffgen.distributed.sequence import SequencePlan
@@ -43,6 +44,8 @@ class ComposedPipelineBase(abc.ABC):
     tensor_plans: ClassVar[Mapping[str, TensorPlan]] = {}
     #: How the denoiser's tokens are split, where its class in diffusers does not say so.
     sequence_plan: ClassVar[SequencePlan | None] = None
+    #: How modules of the VAE's decoder are split, by class, beside the layers that all families have.
+    decode_rules: ClassVar[Mapping[str, DecodeRule]] = {}
     #: Whether requests are guided unless they ask otherwise, so that two groups of ranks have work.
     usually_guided: ClassVar[bool] = False
 
@@ -51,7 +54,7 @@ class ComposedPipelineBase(abc.ABC):
         self.layout = layout or Layout()
         plans = sliced_components(index, self.tensor_plans, tp) if (tp := self.layout.dims.tp) > 1 else {}
         self.pipe: Any = load_components(index, model, device, self.float32_components, plans, self.layout.tp)
-        split_models(self.pipe, self.layout, self.sequence_plan)
+        self.splits_decode = split_models(self.pipe, self.layout, self.sequence_plan, self.decode_rules)
         self.spec = self.make_spec(index, model_name(model))
         self.stages = self.make_stages()
         self.preview: Previewer | None = None

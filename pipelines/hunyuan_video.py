@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
 from diffgen.args import ModelArgs
+from diffgen.distributed.decode import DecodeParts, DecodeRule
 from diffgen.distributed.layout import Layout
 from diffgen.distributed.sequence import SequencePlan, without_mask
 from diffgen.distributed.tensor import Style, TensorPlan
@@ -59,6 +61,40 @@ _SEQUENCE_PLAN: SequencePlan = {
 }
 
 
+def _split_causal_attention(parts: DecodeParts, module: Any) -> None:
+    module.forward = functools.partial(_attend_past, parts, module, module.forward)
+
+
+def _attend_past(parts: DecodeParts, module: Any, whole: Any, values: torch.Tensor) -> torch.Tensor:
+    """As ``HunyuanVideoMidBlock3D`` does for (b, channels, frames, rows, columns).
+
+    A pixel sees those of its frame and of earlier ones, in all rows.
+    """
+    if not parts.rows:
+        return whole(values)  # type: ignore[no-any-return]
+    values = module.resnets[0](values)
+    for attn, resnet in zip(module.attentions, module.resnets[1:], strict=True):
+        if attn is not None:
+            pixels = values.permute(0, 2, 3, 4, 1)
+            normed = attn.group_norm(pixels.flatten(1, 3).transpose(1, 2)).transpose(1, 2).view(pixels.shape)
+            query = attn.to_q(normed)
+            keys = parts.gather_rows(torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=-1), 2)
+            frames = [
+                torch.arange(each.shape[1], device=values.device).repeat_interleave(each.shape[2:4].numel())
+                for each in (query, keys)
+            ]
+            query, key, value = (
+                each.flatten(1, 3).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                for each in (query, *keys.chunk(2, dim=-1))
+            )
+            seen = frames[1] <= frames[0][:, None]
+            found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+            found = attn.to_out[0](found.transpose(1, 2).flatten(2)).view(pixels.shape) + pixels
+            values = (found / attn.rescale_output_factor).permute(0, 4, 1, 2, 3)
+        values = resnet(values)
+    return values
+
+
 class HunyuanVideoPipeline(ComposedPipelineBase):
     """Llama's text in a template and CLIP's pooled text, a DiT over (frames, height, width) patches, a causal VAE.
 
@@ -69,6 +105,7 @@ class HunyuanVideoPipeline(ComposedPipelineBase):
     serves: ClassVar[tuple[str, ...]] = ("HunyuanVideoPipeline",)
     tensor_plans: ClassVar[dict[str, TensorPlan]] = {"transformer": _TENSOR_PLAN}
     sequence_plan: ClassVar[SequencePlan | None] = _SEQUENCE_PLAN
+    decode_rules: ClassVar[dict[str, DecodeRule]] = {"HunyuanVideoMidBlock3D": _split_causal_attention}
 
     def __init__(self, index: ModelIndex, model: ModelArgs, device: torch.device, layout: Layout | None = None) -> None:
         super().__init__(index, model, device, layout)

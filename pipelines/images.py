@@ -6,7 +6,6 @@ import torch
 
 from diffgen.request import Req
 from pipelines.base import ComposedPipelineBase
-from pipelines.parallel import splits_decode
 
 
 class ImagePipelineBase(ComposedPipelineBase):
@@ -15,7 +14,7 @@ class ImagePipelineBase(ComposedPipelineBase):
     @property
     def images_a_unit(self) -> int:
         """Of a request's images, how many are decoded in one unit: one, or one a rank."""
-        return self.layout.decode.size if splits_decode(self.pipe, self.layout) else 1
+        return self.layout.decode.size if self.splits_decode else 1
 
     def decode_units(self, req: Req) -> int:
         return -(-req.outputs // self.images_a_unit)

@@ -11,7 +11,7 @@ from typing import Any
 import diffusers
 import transformers
 
-from diffgen.distributed.decode import split_decode, why_not_decode
+from diffgen.distributed.decode import DecodeRule, split_decode, why_not_decode
 from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
 from diffgen.distributed.sequence import SequencePlan, split_tokens, why_not_sequence
@@ -81,27 +81,27 @@ def _encoder_plan(index: ModelIndex, name: str, kind: str, tp: int) -> TensorPla
     return TensorPlan({OWN_PLANS[kind] + pattern: style for pattern, style in config.base_model_tp_plan.items()})
 
 
-def split_models(pipe: Any, layout: Layout, sequence: SequencePlan | None = None) -> None:
+def split_models(
+    pipe: Any, layout: Layout, sequence: SequencePlan | None, decode_rules: Mapping[str, DecodeRule]
+) -> bool:
     """Put what a layout needs inside forwards into the loaded models: hooks around tokens and a decode's rows.
 
-    ``sequence`` is the family's own plan for its denoiser's tokens.
+    ``sequence`` is the family's own plan for its denoiser's tokens, and ``decode_rules`` those for its VAE. Returns
+    whether the decode is split.
     """
     if layout.attention is not None:
         for name in DENOISERS:
             if getattr(pipe, name, None) is not None:
                 split_tokens(getattr(pipe, name), layout.sequence, layout.attention, sequence)
     vae = getattr(pipe, "vae", None)
-    if layout.decode.size > 1 and vae is not None:
-        reason = why_not_decode(vae)
-        if reason:
-            logger.info("every rank decodes the whole: %s", reason)
-        else:
-            split_decode(vae, layout.decode)
-
-
-def splits_decode(pipe: Any, layout: Layout) -> bool:
-    """Whether :func:`split_models` has split the decode."""
-    return layout.decode.size > 1 and not why_not_decode(getattr(pipe, "vae", None))
+    if layout.decode.size == 1 or vae is None:
+        return False
+    reason = why_not_decode(vae, decode_rules)
+    if reason:
+        logger.info("every rank decodes the whole: %s", reason)
+    else:
+        split_decode(vae, layout.decode, decode_rules)
+    return not reason
 
 
 def _class_of(index: ModelIndex, name: str) -> Any:

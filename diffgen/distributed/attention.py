@@ -26,12 +26,7 @@ class AttentionKernel(Protocol):
 
 class SequenceAttention(Protocol):
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sizes: Sequence[int],
-        scale: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sizes: Sequence[int], scale: float | None
     ) -> torch.Tensor:
         """Attention of this rank's queries (b, s, h, d) to the keys of all ranks, of which each has ``sizes``."""
         ...
@@ -68,12 +63,7 @@ class UnifiedAttention:
         self._kernel = kernel
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sizes: Sequence[int],
-        scale: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sizes: Sequence[int], scale: float | None
     ) -> torch.Tensor:
         count = self._ulysses.size
         # Of ranks in a line, those of one Ulysses group are neighbours.

@@ -7,7 +7,8 @@ the attention of the middle block sees the keys of all rows. What the decoder ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,41 +16,49 @@ from torch.nn import functional
 
 from diffgen.distributed.axis import AxisGroup, pieces
 
+#: How a module is split, given what each rank has.
+DecodeRule = Callable[["DecodeParts", Any], None]
+NO_RULES: Mapping[str, DecodeRule] = types.MappingProxyType({})
 
-def why_not_decode(vae: Any) -> str:
-    """Why the decoder of a VAE cannot be split; empty where it can."""
+
+def why_not_decode(vae: Any, rules: Mapping[str, DecodeRule] = NO_RULES) -> str:
+    """Why the decoder of a VAE cannot be split; empty where it can. ``rules`` are a family's own."""
     decoder = getattr(vae, "decoder", None)
     if decoder is None:
         return f"{type(vae).__name__} has no decoder"
+    modules = list(decoder.modules())
     # Of a layer that pads for another, the rule is the outer one's.
-    inner = [module.conv for module in decoder.modules() if _rule(module) is _split_padded]
-    for module in decoder.modules():
+    inner = [module.conv for module in modules if _repeats(module)]
+    ruled = {each for module in modules if type(module).__name__ in rules for each in module.modules()}
+    clips = any(isinstance(module, torch.nn.Conv3d) for module in modules)
+    for module in modules:
         owns = next(module.parameters(recurse=False), None) is not None and module not in inner
-        if owns and _rule(module) is None and not isinstance(module, torch.nn.Linear):
+        unruled = owns and _rule(module, rules) is None and not isinstance(module, torch.nn.Linear)
+        # The rule for it is for pictures.
+        attends = clips and type(module).__name__ == "Attention" and module not in ruled
+        if unruled or attends:
             return f"{type(vae).__name__} has a {type(module).__name__}, for which there is no rule"
     return ""
 
 
-def split_decode(vae: Any, group: AxisGroup) -> None:
+def split_decode(vae: Any, group: AxisGroup, rules: Mapping[str, DecodeRule] = NO_RULES) -> None:
     """Let a VAE's decoder compute this rank's part and give the whole picture on every rank of ``group``."""
-    parts = _Parts(group)
+    parts = DecodeParts(group)
     for module in list(vae.decoder.modules()):
-        rule = _rule(module)
+        rule = _rule(module, rules)
         if rule is not None:
             rule(parts, module)
     vae.decoder.register_forward_pre_hook(parts.split, with_kwargs=True)
     vae.decoder.register_forward_hook(parts.gather)
 
 
-def _rule(module: torch.nn.Module) -> Callable[[_Parts, Any], None] | None:
+def _rule(module: torch.nn.Module, rules: Mapping[str, DecodeRule]) -> DecodeRule | None:
     """How a layer with parameters is split; others see a pixel alone. Some families have copies of others' classes."""
     kind = type(module).__name__
-    if kind.endswith("CausalConv3d") and hasattr(module, "_padding"):
+    if kind in rules:
+        return rules[kind]
+    if kind.endswith("CausalConv3d") and (hasattr(module, "_padding") or _repeats(module)):
         return _split_causal
-    if kind.endswith("CausalConv3d") and hasattr(module, "time_causal_padding") and module.pad_mode == "replicate":
-        return _split_padded
-    if kind == "HunyuanVideoMidBlock3D":
-        return _split_causal_attention
     if kind.endswith("AttentionBlock") and hasattr(module, "to_qkv"):
         return _split_frame_attention
     if isinstance(module, torch.nn.Conv2d) and module.stride == (1, 1):
@@ -63,7 +72,12 @@ def _rule(module: torch.nn.Module) -> Callable[[_Parts, Any], None] | None:
     return None
 
 
-class _Parts:
+def _repeats(module: Any) -> bool:
+    """Whether a causal convolution is padded by another layer, which repeats the edges."""
+    return hasattr(module, "time_causal_padding") and getattr(module, "pad_mode", "") == "replicate"
+
+
+class DecodeParts:
     """What each rank has of the present decode: rows of the latents, or outputs where there is one for each rank."""
 
     def __init__(self, group: AxisGroup) -> None:
@@ -115,7 +129,7 @@ class _Parts:
         return torch.cat([above, values, below], dim=-2)
 
 
-def _split_convolution(parts: _Parts, module: torch.nn.Conv2d) -> None:
+def _split_convolution(parts: DecodeParts, module: torch.nn.Conv2d) -> None:
     if module.kernel_size[0] == 1:
         return
     assert module.kernel_size[0] == 3
@@ -124,39 +138,31 @@ def _split_convolution(parts: _Parts, module: torch.nn.Conv2d) -> None:
     module.register_forward_pre_hook(lambda module, args: (parts.with_neighbours(args[0]), *args[1:]))
 
 
-def _split_causal(parts: _Parts, module: Any) -> None:
-    """A convolution over frames too, whose past frames come beside the present ones."""
-    left, right, top, bottom, *frames = module._padding
+def _split_causal(parts: DecodeParts, module: Any) -> None:
+    """A convolution over frames too; past frames may come beside the present ones."""
+    repeat = _repeats(module)
+    padding = "time_causal_padding" if repeat else "_padding"
+    left, right, top, bottom, *frames = getattr(module, padding)
     if (top, bottom) == (0, 0):
         return
     assert (top, bottom) == (1, 1)
-    module._padding = (left, right, 0, 0, *frames)
+    setattr(module, padding, (left, right, 0, 0, *frames))
 
     def widen(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         present, past = (*args, None)[:2]
         if past is None:
-            return (parts.with_neighbours(present),)
-        both = parts.with_neighbours(torch.cat([past, present], dim=2))
+            return (parts.with_neighbours(present, repeat),)
+        both = parts.with_neighbours(torch.cat([past, present], dim=2), repeat)
         return both[:, :, past.shape[2] :], both[:, :, : past.shape[2]]
 
     module.register_forward_pre_hook(widen)
 
 
-def _split_padded(parts: _Parts, module: Any) -> None:
-    """A convolution over all frames at once, before which the edges are repeated."""
-    left, right, top, bottom, *frames = module.time_causal_padding
-    if (top, bottom) == (0, 0):
-        return
-    assert (top, bottom) == (1, 1)
-    module.time_causal_padding = (left, right, 0, 0, *frames)
-    module.register_forward_pre_hook(lambda module, args: (parts.with_neighbours(args[0], repeat=True), *args[1:]))
-
-
-def _split_norm(parts: _Parts, module: torch.nn.GroupNorm) -> None:
+def _split_norm(parts: DecodeParts, module: torch.nn.GroupNorm) -> None:
     module.forward = functools.partial(_group_norm, parts, module, module.forward)  # type: ignore[method-assign]
 
 
-def _group_norm(parts: _Parts, module: torch.nn.GroupNorm, whole: Any, values: torch.Tensor) -> torch.Tensor:
+def _group_norm(parts: DecodeParts, module: torch.nn.GroupNorm, whole: Any, values: torch.Tensor) -> torch.Tensor:
     """Mean and variance of each group over all ranks, from those of each (Chan et al., 1979)."""
     if not parts.rows:
         return whole(values)  # type: ignore[no-any-return]
@@ -172,14 +178,14 @@ def _group_norm(parts: _Parts, module: torch.nn.GroupNorm, whole: Any, values: t
     return normed.to(values.dtype)
 
 
-def _split_attention(parts: _Parts, module: Any) -> None:
+def _split_attention(parts: DecodeParts, module: Any) -> None:
     module.set_processor(_RowAttention(parts, module.processor))
 
 
 class _RowAttention:
     """A processor: as ``AttnProcessor2_0`` for (b, channels, rows, columns), with the keys of all rows."""
 
-    def __init__(self, parts: _Parts, whole: Any) -> None:
+    def __init__(self, parts: DecodeParts, whole: Any) -> None:
         self._parts, self._whole = parts, whole
 
     def __call__(
@@ -205,11 +211,11 @@ class _RowAttention:
         return found / attn.rescale_output_factor  # type: ignore[no-any-return]
 
 
-def _split_frame_attention(parts: _Parts, module: Any) -> None:
+def _split_frame_attention(parts: DecodeParts, module: Any) -> None:
     module.forward = functools.partial(_attend_frames, parts, module, module.forward)
 
 
-def _attend_frames(parts: _Parts, module: Any, whole: Any, values: torch.Tensor) -> torch.Tensor:
+def _attend_frames(parts: DecodeParts, module: Any, whole: Any, values: torch.Tensor) -> torch.Tensor:
     """As ``WanAttentionBlock`` does for (b, channels, frames, rows, columns), with the keys of all rows of a frame."""
     if not parts.rows:
         return whole(values)  # type: ignore[no-any-return]
@@ -220,39 +226,3 @@ def _attend_frames(parts: _Parts, module: Any, whole: Any, values: torch.Tensor)
     found = functional.scaled_dot_product_attention(query, key, value)
     found = module.proj(found[:, 0].transpose(1, 2).reshape(frames.shape))
     return found.unflatten(0, (values.shape[0], -1)).transpose(1, 2) + values  # type: ignore[no-any-return]
-
-
-def _split_causal_attention(parts: _Parts, module: Any) -> None:
-    module.forward = functools.partial(_attend_past, parts, module, module.forward)
-
-
-def _attend_past(parts: _Parts, module: Any, whole: Any, values: torch.Tensor) -> torch.Tensor:
-    """As ``HunyuanVideoMidBlock3D`` does for (b, channels, frames, rows, columns).
-
-    A pixel sees those of its frame and of earlier ones, in all rows.
-    """
-    if not parts.rows:
-        return whole(values)  # type: ignore[no-any-return]
-    values = module.resnets[0](values)
-    for attn, resnet in zip(module.attentions, module.resnets[1:], strict=True):
-        if attn is not None:
-            pixels = values.permute(0, 2, 3, 4, 1)
-            normed = attn.group_norm(pixels.flatten(1, 3).transpose(1, 2)).transpose(1, 2).view(pixels.shape)
-            query = attn.to_q(normed)
-            keys = parts.gather_rows(torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=-1), 2)
-            frames = [
-                torch.arange(each.shape[1], device=values.device).repeat_interleave(each.shape[2:4].numel())
-                for each in (query, keys)
-            ]
-            query, key, value = (
-                each.flatten(1, 3).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-                for each in (query, *keys.chunk(2, dim=-1))
-            )
-            seen = frames[1] <= frames[0][:, None]
-            found = (
-                functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2).flatten(2)
-            )
-            found = attn.to_out[0](found).view(pixels.shape) + pixels
-            values = (found / attn.rescale_output_factor).permute(0, 4, 1, 2, 3)
-        values = resnet(values)
-    return values
