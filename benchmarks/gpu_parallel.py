@@ -28,6 +28,7 @@ def main() -> None:
         raise SystemExit("there is no CUDA device; --cpus 2 --models flux-tiny wan-tiny tries the layouts on a CPU")
     for model in options.models:
         found = [dims for dims in layouts(devices) if options.attention_backend == "native" or dims.sp > 1 == dims.tp]
+        found = [dims for dims in found if not parallel.why_not(model, dims)]
         parallel.table(model, found, options.steps, device, "bfloat16", options.attention_backend)
         print()
 

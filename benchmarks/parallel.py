@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import statistics
 import subprocess
@@ -102,6 +103,9 @@ def main() -> None:
     layouts = [parse_dims(text) for text in options.layouts.split(",")] if options.layouts else one_axis(options.world)
     if options.model == "wan-vae":
         layouts = [ParallelDims(cfg=options.world)]
+    for dims in layouts:
+        if why_not(options.model, dims):
+            parser.error(f"{dims}: {why_not(options.model, dims)}")
     table(options.model, layouts, options.steps, options.device, options.dtype, options.attention_backend)
 
 
@@ -112,6 +116,16 @@ def one_axis(world: int) -> list[ParallelDims]:
 def parse_dims(text: str) -> ParallelDims:
     """Of "ulysses 2 x ring 2"."""
     return ParallelDims(**{name: int(degree) for name, degree in (part.split() for part in text.split(" x "))})
+
+
+def why_not(model: str, dims: ParallelDims) -> str:
+    """Why a model cannot have a layout; empty where it can."""
+    name, settings, _, _ = MODELS[model]
+    if name.startswith("Autoencoder"):
+        return "" if dims.cfg == dims.world else "a decode is split over all ranks alike; give cfg alone"
+    default = inspect.signature(getattr(diffusers, name).__init__).parameters["num_attention_heads"].default
+    heads = settings.get("num_attention_heads", default)
+    return f"{model} has {heads} heads, for tp x ulysses" if heads % (dims.tp * dims.ulysses) else ""
 
 
 def table(
@@ -148,12 +162,16 @@ def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
             for rank in range(job.dims.world)
         ]
         try:
+            # Peers of a rank that has failed may wait for it in a collective for as long as they like.
+            while any(each.poll() is None for each in ranks) and not any(each.returncode for each in ranks):
+                time.sleep(0.1)
+            if any(each.returncode for each in ranks):
+                raise SystemExit(f"a rank of {job} failed")
             answers = [rank.communicate()[0] for rank in ranks]
         finally:
             for process in ranks:
                 process.kill()
-        if any(process.returncode for process in ranks):
-            raise SystemExit(f"a rank of {job} failed")
+                process.wait()
         return [json.loads(answer) for answer in answers], torch.load(f"{folder}/output", weights_only=True)
 
 
@@ -184,18 +202,23 @@ def _rank(job: Job, rank: int, folder: Path) -> None:
     times: list[tuple[float, float, int, float]] = []
     with torch.inference_mode():
         output = torch.cat(step())
+        _finish(device)
         for _ in range(job.steps):
             before = sum(group.sent for group in layout.groups().values())
             shared, cpu, wall = spent[0], time.process_time(), time.perf_counter()
             step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            _finish(device)
             sent = sum(group.sent for group in layout.groups().values()) - before
             times.append((time.process_time() - cpu, time.perf_counter() - wall, sent, spent[0] - shared))
     if info.leads:
         torch.save(output.float().cpu(), folder / "output")
     medians = [statistics.median(values) for values in zip(*times, strict=True)]
     print(json.dumps(dict(zip(("cpu", "wall", "sent", "collectives"), medians, strict=True))))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _watch_collectives() -> list[float]:
