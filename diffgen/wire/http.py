@@ -34,6 +34,7 @@ _RETRY_S = 0.5
 # The server says every 15 s that it is still there.
 _SILENCE_S = 60.0
 _MAX_TENSOR = 2**40
+_CLOSE_S = 2.0  # for the server to say which requests are to be cancelled
 
 
 class HttpConnection:
@@ -58,6 +59,7 @@ class HttpConnection:
         self._lock = threading.Lock()
         self._remote: dict[str, str] = {}  # the server's ids
         self._cancelled: set[str] = set()
+        self._threads: dict[str, threading.Thread] = {}  # by request, as long as they run
         self._model = ""
 
     def wait_ready(self, timeout: float) -> ModelSpec:
@@ -79,7 +81,10 @@ class HttpConnection:
     def submit(self, params: SamplingParams) -> GenerationHandle:
         """Send a request. Raises what ended the connection, if it has ended."""
         handle = self._unanswered.begin(params, self.cancel)
-        threading.Thread(target=self._run, args=(handle,), name=f"request-{handle.id}", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(handle,), name=f"request-{handle.id}", daemon=True)
+        with self._lock:
+            self._threads[handle.id] = thread
+        thread.start()
         return handle
 
     def cancel(self, request_id: str) -> None:
@@ -104,15 +109,23 @@ class HttpConnection:
 
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
+        handles = self._unanswered.end(error)
+        # One whose id the server has not told by now has ended before it does: its own thread sees that, and cancels.
         with self._lock:
             remote = dict(self._remote)
-        for handle in self._unanswered.end(error):
+        for handle in handles:
             if handle.id in remote:
                 self._cancel_remote(remote[handle.id])
 
     def close(self) -> None:
         """Cancel what is pending and close the connections."""
         self.end(ServerClosed("the connection was closed by this client"))
+        deadline = time.monotonic() + _CLOSE_S
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._http.close()
 
     def _get(self, method: str, path: str, timeout: float | None = None) -> Any:
@@ -159,6 +172,7 @@ class HttpConnection:
             with self._lock:
                 self._remote.pop(handle.id, None)
                 self._cancelled.discard(handle.id)
+                self._threads.pop(handle.id, None)
 
     def _events(self, handle: GenerationHandle) -> Iterator[tuple[Any, bytes | None]]:
         values = {name: value for name, value in msgspec.structs.asdict(handle.params).items() if value is not None}
@@ -171,7 +185,7 @@ class HttpConnection:
             with self._lock:
                 self._remote[handle.id] = remote
                 cancelled = handle.id in self._cancelled
-            if cancelled:
+            if cancelled or handle.done():
                 self._cancel_remote(remote)
             reader = _Reader(answer.iter_raw())
             while (count := reader.number(">I", 4)) is not None:

@@ -1,0 +1,80 @@
+"""The connection over HTTP against a server that is slow to say which request it has begun."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from diffgen.errors import ServerClosed
+from diffgen.params import SamplingParams
+from diffgen.wire.http import HttpConnection
+
+
+class Slow(http.server.ThreadingHTTPServer):
+    """Takes requests, and answers each when it is told to."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.asked, self.may_answer, self.cancelled = threading.Event(), threading.Event(), threading.Event()
+        self.cancels: list[str] = []
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Slow
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked.set()
+        self.server.may_answer.wait(10)
+        self.send_response(200)
+        self.send_header("x-generation-id", "theirs")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.flush()
+        self.server.cancelled.wait(10)
+
+    def do_DELETE(self) -> None:
+        self.server.cancels.append(self.path)
+        self.server.cancelled.set()
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    with Slow() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("known", [False, True])
+def test_closing_cancels_a_request_also_before_its_id_is_known(slow: Slow, known: bool) -> None:
+    connection = HttpConnection(slow.url)
+    handle = connection.submit(SamplingParams(prompt="a"))
+    assert slow.asked.wait(10)
+    if known:
+        slow.may_answer.set()
+        while not connection._remote:
+            pass
+    else:
+        # The server answers between the end of the handle and that of the connection.
+        handle.subscribe(lambda event: slow.may_answer.set())
+    connection.close()
+    with pytest.raises(ServerClosed):
+        handle.result(0)
+    assert slow.cancelled.is_set()
+    assert set(slow.cancels) == {"/v1/requests/theirs"}
