@@ -1,23 +1,31 @@
-"""The page, in a browser: generate, watch, cancel, play a clip, see an error, on a phone, with a key."""
+"""The bundled model over HTTP: OpenAI's client, and the page in a browser: generate, watch, cancel, play a clip, see an
+error, on a phone, with a key."""
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import openai
 import pytest
+import shapes_scene as scenes
+import shapes_scorer as scorer
 from http_server import Server, serving
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from processes import leftovers, run_root, wait_until
 
+from diffgen import DiffGenerator
+
 CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API")]
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 # Kept for looking at where this is set: a folder.
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
@@ -37,6 +45,8 @@ expect.set_options(timeout=60_000)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
         flags = [*FLAGS, "--disable-sync"]
         with playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=flags) as browser:
@@ -67,6 +77,31 @@ def generate(page: Page, prompt: str, **fields: object) -> None:
     for label, value in fields.items():
         page.get_by_label(label, exact=True).fill(str(value))
     page.keyboard.press("Control+Enter")
+
+
+def test_openai_client(bundled_server: Server) -> None:
+    client = bundled_server.client()
+    assert [model.id for model in client.models.list()] == ["shapes"]
+    extra = {"seed": 3, "num_inference_steps": 12, "guidance_scale": 4.0}
+    asked: dict[str, Any] = {"prompt": "a red circle on a blue background", "size": "128x128", "n": 2}
+    whole = client.images.generate(**asked, extra_body=extra)
+    *partial, first, second = client.images.generate(**asked, stream=True, partial_images=2, extra_body=extra)
+    assert [event.type for event in partial] == ["image_generation.partial_image"] * 2
+    assert [first.b64_json, second.b64_json] == [item.b64_json for item in whole.data]
+    with DiffGenerator.connect(bundled_server.url) as remote:
+        pixels = remote.generate(**asked, num_frames=1, **extra).pixels[:, 0]
+    for item, expected in zip(whole.data, pixels, strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(item.b64_json)))), expected)
+    assert scorer.score(scenes.Scene("blue", (scenes.Thing("red", "circle"),)), pixels[:1])["background"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.edit(image=whole.data[0].b64_json.encode(), prompt="a")
+    assert caught.value.code == "image_decode_failed"
+    clip = {"seed": 1, "num_inference_steps": 4, "num_frames": 5}
+    made = client.videos.create_and_poll(prompt="a red circle moving up", size="64x64", extra_body=clip)
+    assert (made.status, made.progress, made.model) == ("completed", 100, "shapes")
+    assert client.videos.download_content(made.id).read()[4:8] == b"ftyp"
+    client.videos.delete(made.id)
+    assert list(client.videos.list()) == []
 
 
 def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> None:
@@ -162,8 +197,11 @@ def test_a_restart_under_a_clip(bundled_server: Server, page: Page) -> None:
     expect(card.locator(".told")).to_have_text(re.compile(r"^[1-9]\d? %"))
     bundled_server.process.kill()
     expect(card.locator(".told")).to_have_text("waiting for the server")
+    expect(page.locator("#state")).to_have_text("The server cannot be reached.")
     shot(page, "3-waiting")
     arguments = ("--data-path", str(bundled_server.root / "data"), "--port", bundled_server.url.rpartition(":")[2])
     with serving(bundled_server.root, *arguments):
         expect(card.locator("video")).to_be_visible()
+        expect(page.locator("#state")).to_have_text("shapes is ready")
+        assert page.get_by_label("Steps", exact=True).input_value() == "80", "what was typed stays"
         shot(page, "6-after")

@@ -10,6 +10,8 @@ const ONLY_IMAGES = new Set(["num_outputs_per_prompt", "output_format"]);
 const ONLY_CLIPS = new Set(["num_frames", "fps", "seconds"]);
 const POLL_MS = 700;
 let model = null;
+let told = "";  // the text of the model's capabilities
+let connecting = false;
 
 key.value = sessionStorage.getItem("key") ?? "";
 byId("access").addEventListener("submit", (event) => { event.preventDefault(); key.blur(); });
@@ -26,12 +28,16 @@ class Refused extends Error {
 async function call(path, { json, ...options } = {}) {
   const body = json && { method: "POST", body: JSON.stringify(json) };
   const kind = json ? { "Content-Type": "application/json" } : {};
-  const answer = await fetch(path, { ...body, ...options, headers: headers(kind) });
+  const answer = await fetch(path, { ...body, ...options, headers: headers(kind) }).catch((error) => {
+    if (error instanceof TypeError) connect();  // tells of it, until the server is there again
+    throw error;
+  });
   if (answer.ok) return answer;
-  const told = await answer.json().catch(() => null);
-  throw new Refused(answer.status, told?.error?.message ?? `the server answered ${answer.status}`);
+  const found = await answer.json().catch(() => null);
+  throw new Refused(answer.status, found?.error?.message ?? `the server answered ${answer.status}`);
 }
 
+const about = (seconds) => seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.ceil(seconds)} s`;
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 const task = () => form.elements.task.value;
 
@@ -39,7 +45,8 @@ const task = () => form.elements.task.value;
 
 function field(name, rule) {
   const label = document.createElement("label");
-  label.textContent = NAMES[name] ?? name.replaceAll("_", " ");
+  const words = name.replaceAll("_", " ");
+  label.textContent = NAMES[name] ?? words[0].toUpperCase() + words.slice(1);
   label.title = rule.description ?? "";
   label.dataset.name = name;
   const input = document.createElement(rule.enum ? "select" : "input");
@@ -135,6 +142,11 @@ class Card {
     results.prepend(this.root);
   }
 
+  reveal() {
+    this.root.scrollIntoView({ block: "nearest" });  // on a phone it is below the form
+    return this;
+  }
+
   part(selector) { return this.root.querySelector(selector); }
 
   tell(text, percent) {
@@ -153,6 +165,9 @@ class Card {
     if (!this.part(".work").hidden) this.cancel();
     await this.onRemove().catch(() => {});
     this.urls.forEach(URL.revokeObjectURL);
+    // Who works with the keyboard goes on at the next result.
+    const next = this.root.nextElementSibling?.querySelector(".remove") ?? form.elements.prompt;
+    if (this.root.contains(document.activeElement)) next.focus();
     this.root.remove();
   }
 
@@ -164,12 +179,14 @@ class Card {
     this.part(".work").hidden = true;
     this.part(".error").hidden = false;
     this.part(".error").textContent = text;
+    this.root.classList.toggle("cancelled", Boolean(this.cancelled));
     this.part(".media .preview")?.remove();
   }
 
   done(params, warnings, seconds) {
     this.params = params;
     this.part(".work").hidden = true;
+    byId("said").textContent = `Done: ${params.prompt}`;  // for screen readers
     const shown = {
       size: `${params.width}×${params.height}`, steps: params.num_inference_steps, guidance: params.guidance_scale,
       seed: params.seed, ...(params.num_frames > 1 && { frames: params.num_frames, fps: params.fps }),
@@ -214,7 +231,7 @@ async function* events(answer) {
 const SPANS = { denoise: [0, 88], decode: [88, 99] };
 
 async function makeImages(params) {
-  const card = new Card("image", params), control = new AbortController(), made = [];
+  const card = new Card("image", params).reveal(), control = new AbortController(), made = [];
   // The server cancels what nobody waits for.
   card.onCancel = () => control.abort();
   try {
@@ -250,7 +267,7 @@ function plainly(error) {
 // --- clips: jobs of the server's, which outlive this page ------------------------------------------------------------
 
 async function makeClip(params) {
-  const card = new Card("video", params);
+  const card = new Card("video", params).reveal();
   try {
     const job = await (await call("v1/videos", { json: { ...params, partial_images: 3 } })).json();
     await follow(card, job);
@@ -273,7 +290,7 @@ async function follow(card, job) {
   card.onRemove = () => call(path, { method: "DELETE" });
   let seen = 0;
   while (job.status === "queued" || job.status === "in_progress") {
-    const left = job.eta === null ? "" : `, about ${Math.ceil(job.eta)} s left`;
+    const left = job.eta === null ? "" : `, about ${about(job.eta)} left`;
     const waits = job.ahead ? `waiting behind ${job.ahead}` : "waiting";
     if (job.status === "queued") card.tell(waits + left, null);
     else card.tell(`${job.progress} %${left}`, job.progress);
@@ -315,23 +332,30 @@ async function showJobs() {
 // --- start -----------------------------------------------------------------------------------------------------------
 
 async function connect() {
+  if (connecting) return;
+  connecting = true;
   const state = byId("state");
   for (;;) {
     try {
-      const first = model === null;
-      model = await (await call("v1/capabilities")).json();
+      const first = model === null, now = await (await call("v1/capabilities")).text();
+      model = JSON.parse(now);
       state.textContent = `${model.model} is ready`;
       state.classList.remove("wrong");
-      build();
+      if (now !== told) build();  // else what was typed stays
+      told = now;
       if (first) await showJobs();
-      return;
+      break;
     } catch (error) {
       state.textContent = plainly(error);
       state.classList.toggle("wrong", error.status === 401 || error instanceof TypeError);
-      if (error.status === 401) return key.focus();
+      if (error.status === 401) {
+        key.focus();
+        break;
+      }
       await pause(1500);
     }
   }
+  connecting = false;
 }
 
 form.addEventListener("submit", (event) => {
