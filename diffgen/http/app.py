@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from diffgen.errors import DiffgenError
 from diffgen.http import health, images, models, native, page, schema, videos
 from diffgen.http.args import HttpArgs, is_loopback, names
-from diffgen.http.errors import HttpError, from_diffgen
+from diffgen.http.errors import HttpError, from_diffgen, internal_error
 from diffgen.http.guard import Access, Guard, exchange_of
 from diffgen.http.service import Service, service_of
 
@@ -84,4 +84,4 @@ def _as_http(request: Request, error: Exception) -> HttpError:
         if error.status_code == 404:
             return HttpError(404, "unknown_route", f"there is no {request.url.path[:200]} here; see /openapi.json")
         return HttpError(error.status_code, "invalid_request", str(error.detail), headers=headers)
-    return HttpError(500, "internal_error", "the server has failed; its log says more, under this x-request-id")
+    return internal_error()

@@ -38,6 +38,13 @@ class HttpArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None,
         Meta(description="origins, separated by commas, whose web pages may use this server; none when unset"),
     ] = None
+    remote_pictures: Annotated[
+        str | None,
+        Meta(
+            description="where pictures that a request names by address may come from, separated by commas: public, "
+            "host names, networks, each maybe with :PORT; nowhere when unset"
+        ),
+    ] = None
     public_base_url: Annotated[
         str | None, Meta(description="start of the URLs in answers, for a server behind a proxy")
     ] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, get_origin
 
@@ -17,7 +18,6 @@ from diffgen.fields import Field, refuse, shown
 from diffgen.http.errors import HttpError
 
 _JSON, _FORM, _MULTIPART = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
-_MAX_PART = 2**20
 
 
 async def read_body(request: Request, known: Mapping[str, Field], *, forms: bool = False) -> dict[str, Any]:
@@ -74,7 +74,8 @@ def _merged(values: dict[str, Any]) -> dict[str, Any]:
 
 async def _read_form(request: Request, known: Mapping[str, Field]) -> dict[str, Any]:
     try:
-        form = await request.form(max_files=64, max_fields=100, max_part_size=_MAX_PART)
+        # The whole body has a limit, which a picture in base64 may well use.
+        form = await request.form(max_files=64, max_fields=100, max_part_size=sys.maxsize)
     except (MultiPartException, HTTPException) as error:
         reason = getattr(error, "message", None) or getattr(error, "detail", error)
         raise InvalidRequest(f"the form cannot be read: {reason}", code="invalid_form") from None

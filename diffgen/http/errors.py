@@ -83,6 +83,10 @@ def from_diffgen(error: DiffgenError) -> HttpError:
     return HttpError(status, error.code, error.message, kind=kind, param=error.param, retry_after=again)
 
 
+def internal_error() -> HttpError:
+    return HttpError(500, "internal_error", "the server has failed; its log says more, under this x-request-id")
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """In ASCII, which holds whatever text a client has sent; NaN cannot get in."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))

@@ -47,7 +47,8 @@ def _trouble(ranks: Sequence[RankStatus]) -> str | None:
 def _report(service: Service, code: str) -> dict[str, Any]:
     """How the replicas are, for an answer. Raises :class:`HttpError` of this code where none of them serves."""
     if service.failure is not None:
-        raise HttpError(503, code, str(service.failure), retry_after=1)
+        # The reason may name folders, and anybody may ask.
+        raise HttpError(503, code, "the model cannot be served; the server ends, and its log says why", retry_after=1)
     supervisor = None if service.generator is None else service.generator.supervisor
     if supervisor is None:
         return {}

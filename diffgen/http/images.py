@@ -64,7 +64,8 @@ async def generate(request: Request) -> Response:
         raise
     finally:
         service.works.leave(work)
-    return json_response(await answer.whole(result))
+    # Of many megabytes, with several images.
+    return await asyncio.to_thread(json_response, await answer.whole(result))
 
 
 def note_params(request: Request, params: SamplingParams) -> None:
@@ -213,12 +214,14 @@ async def content(request: Request, image_id: str, variant: str = "0") -> Respon
 
 @router.post("/v1/images/edits", **schema.refuses())
 async def edit(request: Request) -> Response:
-    """Refused, since the families served here draw from text alone; what is wrong with a picture is told first."""
+    """Refused, since the families served here draw from text alone; what is wrong with a picture is told first, as far
+    as can be told without fetching it."""
     service = service_of(request)
     service.accepting()
     values = await read_body(request, known_fields(ImageOptions), forms=True)
-    for name, picture in given(values, service.limits):
-        await read_picture(name, picture, service.limits)
+    for picture in given(values, service.limits, service.remote):
+        if not picture.is_remote:
+            await read_picture(picture, service.limits, service.remote)
     rule = f"{service.model.family} draws from text alone; use /v1/images/generations"
     raise InvalidRequest(f"this model takes no pictures: {rule}", code="unsupported_model", param="image")
 

@@ -99,7 +99,7 @@ class VideoJobs:
             self._start(job, generator, trace)
         return stored
 
-    async def resume(self, generator: DiffGenerator, begin_trace: Callable[[str], Trace | None]) -> None:
+    async def resume(self, generator: DiffGenerator, begin_trace: Callable[[Job], Trace | None]) -> None:
         """Run again what a former server had not finished."""
         for job in await asyncio.to_thread(self._store.unfinished):
             refusal: DiffgenError | None = None
@@ -110,7 +110,7 @@ class VideoJobs:
                 reason = f"the server has stopped {job.attempts} times meanwhile"
                 refusal = WorkerDied(reason, retryable=False)
             job = msgspec.structs.replace(job, status="queued")
-            self._start(job, generator, begin_trace("video"), refusal)
+            self._start(job, generator, begin_trace(job), refusal)
 
     async def ended(self) -> None:
         """Wait until no job is in work, as after the generator was closed."""
@@ -126,13 +126,12 @@ class VideoJobs:
 
     async def delete(self, job_id: str) -> bool:
         """Cancel a job, whatever its state, and forget it. False where there is none."""
-        found = await asyncio.to_thread(self._store.delete, job_id)
         live = self._live.get(job_id)
         if live is not None:
             live.deleted = True
             if live.handle is not None:
                 live.handle.cancel()
-        return found
+        return await asyncio.to_thread(self._store.delete, job_id)
 
     async def _run(self, live: Live, generator: DiffGenerator, refusal: DiffgenError | None) -> None:
         failure: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +18,8 @@ from diffgen.http.errors import HttpError
 from diffgen.http.guard import exchange_of
 from diffgen.http.jobs import VideoJobs
 from diffgen.http.metrics import Metrics
-from diffgen.http.store import Store
+from diffgen.http.remote import Remote, read_places
+from diffgen.http.store import Job, Store
 from diffgen.http.traces import Trace, Traces
 from diffgen.http.work import Works
 from diffgen.params import Limits, ModelSpec
@@ -41,6 +43,7 @@ class Service:
         self.works = Works()
         self.metrics = Metrics()
         self.traces = None if args.otlp_traces_endpoint is None else Traces(args.otlp_traces_endpoint)
+        self.remote = Remote(read_places(names(args.remote_pictures)))
         self.jobs = VideoJobs(store, self.metrics, args.media_ttl, args.media_metadata)
         self.created = int(time.time())
         self.draining = False
@@ -52,7 +55,7 @@ class Service:
         """The model is loaded: take requests, and run what a former server left."""
         self.generator = generator
         self._sweeper = asyncio.create_task(self._sweep())
-        await self.jobs.resume(generator, self.begin_trace)
+        await self.jobs.resume(generator, self.resume_trace)
 
     async def _sweep(self) -> None:
         while True:
@@ -81,14 +84,19 @@ class Service:
             raise HttpError(503, "shutting_down", "the server is stopping and takes nothing new", retry_after=10)
         return self.loaded()
 
-    def begin_trace(self, output: str, request: Request | None = None) -> Trace | None:
+    def begin_trace(self, output: str, request: Request) -> Trace | None:
         """Of a generation that makes an ``output``, "image" or "video"; None unless spans were asked for."""
+        return self._trace(output, request.headers, {"diffgen.request_id": exchange_of(request.scope).id})
+
+    def resume_trace(self, job: Job) -> Trace | None:
+        """Of a job that an earlier server has begun, in the trace that it had there."""
+        return self._trace("video", job.trace, {"diffgen.attempt": job.attempts + 1})
+
+    def _trace(self, output: str, headers: Mapping[str, str], more: Mapping[str, Any]) -> Trace | None:
         if self.traces is None:
             return None
-        about = {"gen_ai.request.model": self.served[0], "gen_ai.output.type": output}
-        if request is None:
-            return self.traces.begin({}, **about)
-        return self.traces.begin(request.headers, **about, **{"diffgen.request_id": exchange_of(request.scope).id})
+        about = {"gen_ai.request.model": self.served[0], "gen_ai.output.type": output, **more}
+        return self.traces.begin(headers, **about)
 
     def traced(self, request: Request, handle: GenerationHandle) -> GenerationHandle:
         """A handle whose trace ends with the answer to ``request``."""

@@ -5,7 +5,9 @@ A database holds every job from before it runs until a day after its file has go
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import logging
 import os
 import sqlite3
@@ -27,6 +29,7 @@ logger = logging.getLogger("diffgen.http.store")
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
 _KNOWN_S = 86400.0  # that an id is remembered after its file has gone
+_RESERVE_BYTES = 2**18  # a deletion's share of the database's log, many times over
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS videos (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, key TEXT UNIQUE, status TEXT NOT NULL,
@@ -42,6 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         params: resolved when it came, its seed included, so that a second run makes the same pixels.
         attempts: how often it has begun to run in a server that then stopped.
         key, digest: of the Idempotency-Key and what it was used for.
+        trace: headers that name the span below which its own belong.
     """
 
     id: str
@@ -58,10 +62,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_mb: float = 0.0
     key: str | None = None
     digest: str = ""
+    trace: dict[str, str] = {}
 
 
 class Store:
-    """Thread-safe. One server at a time holds a folder.
+    """Thread-safe. One server at a time holds a folder. Some space is held back there, so that on a full disk jobs can
+    still be deleted.
 
     Raises :class:`OutputError` for a folder that cannot be used, and :class:`StartFailed` where another server has it.
     """
@@ -77,6 +83,9 @@ class Store:
             remedy = "choose another by data_path"
             raise StartFailed(f"another server uses the folder {str(folder)!r}; {remedy}", code="data_in_use") from None
         self._lock = threading.Lock()
+        self._reserve = folder / "reserve"
+        self._gone: set[str] = set()  # deleted jobs whose rows could not be
+        self._hold_back()
         try:
             self._db = sqlite3.connect(folder / "jobs.sqlite", check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -88,6 +97,8 @@ class Store:
             ) from None
 
     def close(self) -> None:
+        with contextlib.suppress(OutputError):
+            self._forget_gone()
         with self._lock:
             self._db.close()
             self._lock_file.close()
@@ -101,6 +112,7 @@ class Store:
 
     def add(self, job: Job) -> Job:
         """Store a new job; the one that its Idempotency-Key has stored before, if any."""
+        self._forget_gone()  # one of them may have the same key
         encoded = msgspec.json.encode(job)
         statement = "INSERT INTO videos (id, key, status, job) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING"
         self._all(statement, job.id, job.key, job.status, encoded)
@@ -112,10 +124,13 @@ class Store:
     def update(self, job: Job) -> None:
         """Store what has become of a job; of one that was deleted meanwhile, remove the files."""
         statement = "UPDATE videos SET status = ?, expires_at = ?, job = ? WHERE id = ? RETURNING id"
-        if not self._all(statement, job.status, job.expires_at, msgspec.json.encode(job), job.id):
+        found = self._all(statement, job.status, job.expires_at, msgspec.json.encode(job), job.id)
+        if not found or job.id in self._gone:
             self._remove_files(job.id)
 
     def get(self, job_id: str) -> Job | None:
+        if job_id in self._gone:
+            return None
         found = self._all("SELECT job FROM videos WHERE id = ?", job_id)
         return _job(found[0][0]) if found else None
 
@@ -128,8 +143,9 @@ class Store:
                 return None
             place = found[0][0]
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
-        statement = f"SELECT job FROM videos WHERE ? IS NULL OR number {sign} ? ORDER BY number {order} LIMIT ?"
-        return [_job(row[0]) for row in self._all(statement, place, place, limit)]
+        there = f"(? IS NULL OR number {sign} ?) AND id NOT IN (SELECT value FROM json_each(?))"
+        statement = f"SELECT job FROM videos WHERE {there} ORDER BY number {order} LIMIT ?"
+        return [_job(row[0]) for row in self._all(statement, place, place, json.dumps([*self._gone]), limit)]
 
     def unfinished(self) -> list[Job]:
         """Oldest first."""
@@ -137,11 +153,40 @@ class Store:
         return [_job(row[0]) for row in rows]
 
     def delete(self, job_id: str) -> bool:
-        """Forget a job and its files. False where there is none."""
-        found = bool(self._all("DELETE FROM videos WHERE id = ? RETURNING id", job_id))
-        if found:
-            self._remove_files(job_id)
-        return found
+        """Forget a job and its files. False where there is none.
+
+        While nothing can be written, not even into the space held back, it is forgotten in memory: gone for every
+        client, but a next server would find it.
+        """
+        if self.get(job_id) is None:
+            return False
+        self._gone.add(job_id)
+        self._remove_files(job_id)  # first: it makes room
+        with contextlib.suppress(OutputError):
+            self._forget_gone()
+        return True
+
+    def _forget_gone(self) -> None:
+        for job_id in list(self._gone):
+            try:
+                self._all("DELETE FROM videos WHERE id = ?", job_id)
+            except OutputError:
+                if not self._reserve.exists():
+                    raise
+                self._reserve.unlink(missing_ok=True)
+                self._all("DELETE FROM videos WHERE id = ?", job_id)
+            self._gone.discard(job_id)
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Take the space for deletions on a full disk, if there is any."""
+        if self._reserve.exists():
+            return
+        try:
+            # Bytes that no file system can compress to nothing.
+            self._reserve.write_bytes(os.urandom(_RESERVE_BYTES))
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
 
     def add_image(self, image_id: str, contents: list[bytes], media_type: str, expires_at: float) -> None:
         extension = media_type.partition("/")[2]
@@ -170,6 +215,7 @@ class Store:
 
     def sweep(self) -> None:
         """Remove files that have expired, and forget ids a day later."""
+        self._forget_gone()
         now = time.time()
         for table in ("videos", "images"):
             for (media_id,) in self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,16 @@ from starlette.responses import Response, StreamingResponse
 
 from diffgen.errors import DiffgenError, error_from
 from diffgen.handle import Event, Preview, is_final
-from diffgen.http.errors import from_diffgen
+from diffgen.http.errors import from_diffgen, internal_error
+from diffgen.http.guard import exchange_of
 from diffgen.http.work import leaving
 from diffgen.result import GenerationResult
 from diffgen.wire.messages import Failed, Progress
 
 if TYPE_CHECKING:
     from diffgen.http.images import ImageAnswer
+
+logger = logging.getLogger("diffgen.http")
 
 # Keeps proxies from closing a connection on which nothing happens.
 _PING_S = 15.0
@@ -60,6 +64,9 @@ async def _lines(
                 elif isinstance(event, GenerationResult):
                     for line in await _completed(answer, event):
                         yield line
+    except Exception:  # the status has been sent: nobody else would tell the client
+        logger.exception("a stream failed", extra={"request_id": exchange_of(answer.request.scope).id})
+        yield _event("error", {"type": "error", **internal_error().body()})
     finally:
         answer.service.works.leave(answer.work)
 

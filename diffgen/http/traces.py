@@ -72,15 +72,31 @@ class Traces:
 
 
 class Trace:
-    """The spans of one generation; nothing is made before :meth:`end`, when all is known."""
+    """The spans of one generation; those of its parts are made by :meth:`end`, when all is known."""
 
     def __init__(self, tracer: Tracer, context: Context, attributes: dict[str, Any]) -> None:
-        self._tracer, self._context, self._attributes = tracer, context, attributes
+        from opentelemetry.trace import SpanKind, get_current_span, set_span_in_context
+
+        self._tracer = tracer
         self._began = time.time_ns()
+        name = f"generate_content {attributes.get('gen_ai.request.model', '')}".strip()
+        self._whole = tracer.start_span(name, context, SpanKind.SERVER, attributes=attributes, start_time=self._began)
+        self._within = set_span_in_context(self._whole, context)
+        # The caller's own span, or this one where there is none.
+        self._above = context if get_current_span(context).get_span_context().is_valid else self._within
         self._handle: GenerationHandle | None = None
         self._stages: list[tuple[str, int, int]] = []  # name, units and end of each, in order
         self._restarts: list[int] = []
         self._answered: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For :meth:`Traces.begin`, so that the spans of another run of the same work belong to the same trace."""
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        found: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(found, self._above)
+        return found
 
     def follow(self, handle: GenerationHandle) -> None:
         """Take the times from the events of this request, in place of an earlier one."""
@@ -101,27 +117,24 @@ class Trace:
 
     def end(self, error: str | None = None) -> None:
         """The answer has been sent, or what there is of it; ``error`` is the code of a failure after the result."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace import Status, StatusCode
 
         result, failure = self._outcome()
         failure = failure or error
         ended, timings = time.time_ns(), {} if result is None else result.timings
-        known = {**self._attributes, **self._about(result)}
-        name = f"generate_content {known.get('gen_ai.request.model', '')}".strip()
-        kind = SpanKind.SERVER
-        whole = self._tracer.start_span(name, self._context, kind, attributes=known, start_time=self._began)
+        whole = self._whole
+        whole.set_attributes(self._about(result))
         for moment in self._restarts:
             whole.add_event("restarting", timestamp=moment)
         if failure is not None:
             whole.set_attribute("error.type", failure)
             whole.set_status(Status(StatusCode.ERROR, failure))
-        within = set_span_in_context(whole, self._context)
         for part, began, until, units in self._parts(timings, ended):
             attributes: dict[str, Any] = {} if units is None else {"diffgen.units": units}
             if part in timings:
                 # Between its units others had theirs.
                 attributes["diffgen.busy_seconds"] = timings[part]
-            self._tracer.start_span(part, within, attributes=attributes, start_time=began).end(until)
+            self._tracer.start_span(part, self._within, attributes=attributes, start_time=began).end(until)
         whole.end(ended)
 
     def _outcome(self) -> tuple[GenerationResult | None, str | None]:

@@ -8,7 +8,6 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
@@ -45,7 +44,7 @@ async def create(request: Request) -> Response:
         raise QueueFull(f"{len(service.jobs)} clips are waiting or running, and {rule}")
     values = await read_body(request, known_fields(VideoOptions), forms=True)
     for name in _PICTURES:
-        if isinstance(values.get(name), UploadFile):
+        if values.get(name) is not None:
             rule = f"{service.model.family} draws from text alone; leave it out"
             raise InvalidRequest(f"{name}: {rule}", code="unsupported_parameter", param=name)
     params, options, warnings = split(values, VideoOptions, ignore_unknown=service.ignores_unknown)
@@ -58,6 +57,7 @@ async def create(request: Request) -> Response:
         rule = "use /v1/images/generations for a still image"
         raise InvalidRequest(f"num_frames is 1: {rule}", code="invalid_num_frames", param="num_frames")
     encode.check_even(resolved.params.width or 0, resolved.params.height or 0)
+    trace = service.begin_trace("video", request)
     job = Job(
         id=f"video_{uuid.uuid4().hex}",
         model=service.model.name,
@@ -66,8 +66,9 @@ async def create(request: Request) -> Response:
         warnings=(*warnings, *resolved.warnings),
         key=idempotency_key(request),
         digest=fingerprint(values),
+        trace={} if trace is None else trace.headers,
     )
-    stored = await service.jobs.create(job, generator, service.begin_trace("video", request))
+    stored = await service.jobs.create(job, generator, trace)
     if stored.digest != job.digest:
         raise reused_key()
     note_params(request, resolved.params)

@@ -104,6 +104,9 @@ def test_openapi_document(http_server: Server) -> None:
         for kind, content in operations.get("post", {}).get("requestBody", {}).get("content", {}).items():
             if kind == "application/json":
                 assert http_server.post(content["example"], path).status_code == 200, path
+            elif "example" in content:
+                form = {name: (None, str(value)) for name, value in content["example"].items()}
+                assert http_server.http.post(path, files=form).status_code == 200, path
     schema = schemathesis.openapi.from_dict(document)
     images = schema["/v1/images/generations"]["POST"]
     streamed = {"prompt": "a", "size": "64x64", "num_inference_steps": 2, "stream": True, "partial_images": 1}

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import http.server
+import base64
 import io
 import json
 import os
 import resource
 import signal
+import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+from collector import Collector, collecting, values
 from http_server import LONG, SMALL, Server, serving
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from PIL import Image
 from processes import leftovers, rank_processes, run_root, wait_until
 
@@ -28,64 +29,23 @@ ORIGIN = "https://app.example"
 CALLER = "0af7651916cd43dd8448eb211c80319c"
 
 
-class Collector(http.server.ThreadingHTTPServer):
-    """What OpenTelemetry's spans are sent to."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Collect)
-        self.spans: list[Any] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
-
-    def of(self, generation: str) -> tuple[Any, list[Any]]:
-        """The span of a generation, and those below it."""
-        (whole,) = (span for span in self.spans if values(span).get("diffgen.generation") == generation)
-        return whole, [span for span in self.spans if span.parent_span_id == whole.span_id]
-
-
-def values(span: Any) -> dict[str, Any]:
-    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
-
-
-class _Collect(http.server.BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        for resource_spans in sent.resource_spans:
-            for scope in resource_spans.scope_spans:
-                self.server.spans += scope.spans
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def test_flags_a_full_disk_and_giving_up(tiny_wan: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(400)  # all that takes these flags, which a busy machine makes long
+def test_flags_a_full_disk_and_giving_up(tiny_wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFGEN_FAULT", "raise@denoise:1:0:*:broken")
-    with run_root() as root:
+    with run_root() as root, collecting() as collector, socket.create_server(("127.0.0.1", 0)) as pictures:
         arguments = [str(tiny_wan), "--data-path", str(root / "data"), "--allowed-origins", ORIGIN]
         arguments += ["--public-base-url", "https://draw.example/tiny/", "--unknown-params", "ignore"]
-        arguments += ["--media-metadata", "--log-format", "json", "--max-restarts", "0"]
+        arguments += ["--media-metadata", "--log-format", "json", "--log-prompts", "--max-restarts", "0"]
+        arguments += ["--remote-pictures", f"images.example,127.0.0.1:{pictures.getsockname()[1]}"]
         with serving(root, *arguments, "--otlp-traces-endpoint", collector.url) as server:
             pages_of_one_other_site_may_use_it(server)
+            nothing_is_fetched_for_a_model_without_pictures(server, pictures)
             made = urls_unknown_parameters_and_metadata(server)
             failed = a_rank_tells_which_request_it_works_for(server)
             clip = a_full_disk(server, root / "data")
             giving_up(server, root)
         wait_until(lambda: leftovers(root) == [], 10, "nothing is left")
-    spans(collector, made, failed, clip)
+        spans(collector, made, failed, clip)
 
 
 def pages_of_one_other_site_may_use_it(server: Server) -> None:
@@ -102,6 +62,34 @@ def pages_of_one_other_site_may_use_it(server: Server) -> None:
     other = server.http.get("/v1/models", headers={"origin": "https://other.example"})
     assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
+
+
+def nothing_is_fetched_for_a_model_without_pictures(server: Server, pictures: socket.socket) -> None:
+    """But what is wrong with an address is told first."""
+    port = pictures.getsockname()[1]
+    addresses = {
+        f"http://127.0.0.1:{port}/a.png": "unsupported_model",
+        "https://images.example/a.png": "unsupported_model",
+        f"http://localhost:{port + 1}/": "url_not_allowed",
+        f"http://me:key@127.0.0.1:{port}/": "url_not_allowed",
+        "http://169.254.169.254/latest": "url_not_allowed",
+        "https://other.example/a.png": "url_not_allowed",
+        "file:///etc/passwd": "url_not_allowed",
+        "/etc/passwd": "image_decode_failed",
+    }
+    for address, code in addresses.items():
+        form = server.http.post("/v1/images/edits", files={"url": (None, address), "prompt": (None, "a")})
+        for answer in (form, server.post({"image_url": address, "prompt": "a"}, "/v1/images/edits")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), address
+    noise = np.random.default_rng(0).integers(0, 256, (800, 800, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file := io.BytesIO(), "PNG")
+    text = base64.b64encode(file.getvalue()).decode()
+    assert len(text) > 2**20, "more than Starlette lets into a field by itself"
+    large = server.http.post("/v1/images/edits", files={"image": (None, text), "prompt": (None, "a")})
+    assert large.json()["error"]["code"] == "unsupported_model"
+    pictures.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        pictures.accept()
 
 
 def urls_unknown_parameters_and_metadata(server: Server) -> str:
@@ -132,6 +120,7 @@ def a_rank_tells_which_request_it_works_for(server: Server) -> str:
     wait_until(lambda: ours() != [], 5, "the request's line is there")
     assert told["generation"] == ours()[0]["generation"]
     assert told["message"] == "denoise failed"
+    assert ours()[0]["prompt"] == "broken"
     return str(told["generation"])
 
 
@@ -139,6 +128,8 @@ def a_full_disk(server: Server, data: Path) -> str:
     """Nothing more can be written: who asks is told so, and a clip that is done fails. Returns the clip's id."""
     clip = server.post({**CLIP, "num_inference_steps": 400}, "/v1/videos").json()["id"]
     wait_until(lambda: told(server, clip)["status"] == "in_progress", 20, "it runs")
+    waiting = server.post({**CLIP, "num_inference_steps": 900, "priority": "batch"}, "/v1/videos").json()["id"]
+    wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 2, 20, "another one waits")
     # A limit on the size of files acts as a full disk does, without one.
     before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     try:
@@ -148,6 +139,10 @@ def a_full_disk(server: Server, data: Path) -> str:
             assert str(server.root) not in answer.text
         assert server.post(SMALL).status_code == 200, "what needs no disk goes on"
         assert server.http.get("/health").status_code == 200
+        assert server.http.delete(f"/v1/videos/{waiting}").json()["deleted"]
+        assert server.http.get(f"/v1/videos/{waiting}").status_code == 404
+        assert [video["id"] for video in server.http.get("/v1/videos").json()["data"]] == [clip]
+        wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 1, 20, "it is cancelled")
         wait_until(lambda: told(server, clip)["status"] == "failed", 60, "the clip has ended")
         assert told(server, clip)["error"]["code"] == "output_failed"
         assert server.http.get(f"/v1/videos/{clip}/content").status_code == 404

@@ -14,11 +14,13 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from collector import Collector, collecting, values
 from http_server import LONG, SMALL, Server, serving
 from processes import DIFFGEN, leftovers, rank_processes, run_root, wait_until
 
 pytestmark = pytest.mark.slow
 CLIP = {**SMALL, "num_frames": 5}
+CALLER, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 def test_every_route_but_probes_and_page_needs_the_key(http_server: Server) -> None:
@@ -135,17 +137,18 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(http_server: Server) ->
 @pytest.mark.timeout(600)  # three starts, which a busy machine makes long
 def test_a_life_with_deaths(tiny_wan: Path) -> None:
     """A rank is killed under a clip, the server is killed, and told to stop: the clip is made, each time honestly."""
-    with run_root() as root:
+    with run_root() as root, collecting() as collector:
         data = str(root / "data")
         arguments = (str(tiny_wan), "--data-path", data, "--log-format", "json", "--media-ttl", "4")
-        arguments += ("--shutdown-timeout", "4")
+        arguments += ("--shutdown-timeout", "4", "--otlp-traces-endpoint", collector.url)
         with serving(root, *arguments, ready=False) as server:
             loading = server.http.get("/ready")
             assert (loading.status_code, loading.headers["retry-after"]) == (503, "5")
             assert server.http.get("/health").json() == {"status": "loading"}
             assert server.post(SMALL).json()["error"]["code"] == "loading"
             server.wait_ready()
-            job = server.post({**CLIP, "num_inference_steps": 300}, "/v1/videos").json()
+            caller = {"traceparent": f"00-{CALLER}-{SPAN}-01"}
+            job = server.post({**CLIP, "num_inference_steps": 300}, "/v1/videos", headers=caller).json()
             waiting: list[httpx2.Response] = []
             other = threading.Thread(target=lambda: waiting.append(server.post({**SMALL, "num_inference_steps": 200})))
             other.start()
@@ -174,6 +177,17 @@ def test_a_life_with_deaths(tiny_wan: Path) -> None:
             assert (gone.status_code, gone.json()["error"]["code"]) == (404, "video_expired")
             drain(server)
         wait_until(lambda: leftovers(root) == [], 5, "nothing is left")
+        the_clip_stays_in_its_callers_trace(collector)
+
+
+def the_clip_stays_in_its_callers_trace(collector: Collector) -> None:
+    """The server that was killed could send no span; the next one sent those of its own run."""
+    (clip,) = (span for span in collector.spans if values(span).get("diffgen.attempt"))
+    assert (clip.trace_id.hex(), clip.parent_span_id.hex()) == (CALLER, SPAN)
+    assert values(clip)["diffgen.attempt"] == 2
+    parts = [span for span in collector.spans if span.parent_span_id == clip.span_id]
+    assert [part.name for part in parts] == ["queue", "encode", "timesteps", "latents", "denoise", "decode", "send"]
+    assert {part.trace_id.hex() for part in parts} == {CALLER}
 
 
 def status(server: Server, job: dict[str, str]) -> str:

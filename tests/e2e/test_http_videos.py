@@ -108,7 +108,7 @@ def test_lengths(http_server: Server) -> None:
         ({"prompt": None}, "missing_parameter"),
         ({"sede": 1}, "unknown_parameter"),
         ({"stream": True}, "unknown_parameter"),
-        ({"input_reference": "http://127.0.0.1:9/a.png"}, "unknown_parameter"),
+        ({"input_reference": "http://127.0.0.1:9/a.png"}, "unsupported_parameter"),
     ],
 )
 def test_mistakes_are_told_before_a_job_is_made(http_server: Server, change: dict[str, Any], code: str) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+import sqlite3
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.datastructures import FormData, Headers
 
 from diffgen.errors import (
@@ -200,6 +205,53 @@ def test_store(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "diffgen", folder], check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_jobs_can_be_deleted_while_the_disk_is_full(small_disk: Path) -> None:
+    store = Store(small_disk)
+    texts = [SamplingParams(prompt=f"{number}" * 2000) for number in range(9)]
+    for number, params in enumerate(texts):
+        store.add(job(number, params=params))
+    store.write("video_0", "mp4", lambda path: path.write_bytes(b"x"))
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "other").write_bytes(bytes(2**22))
+    with pytest.raises(OutputError, match="cannot store its results"):
+        store.add(job(9))
+    assert [store.delete(f"video_{number}") for number in (0, 1, 2, 2)] == [True, True, True, False]
+    assert [each.id for each in store.page(None, 9, False) or ()] == [f"video_{number}" for number in range(3, 9)]
+    (small_disk / "jobs.sqlite").rename(small_disk / "jobs")
+    (small_disk / "jobs.sqlite-wal").rename(small_disk / "jobs-wal")
+    after = sqlite3.connect(f"file:{small_disk / 'jobs'}?mode=ro", uri=True).execute("SELECT id FROM videos").fetchall()
+    assert after == [(f"video_{number}",) for number in range(3, 9)], "what a server would find after a crash"
+
+
+def test_a_deletion_that_cannot_be_stored_is_remembered(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, second = (store.add(job(number, key=f"k{number}")) for number in range(2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        assert store.delete(first.id)
+        assert store.get(first.id) is None
+        assert store.page(None, 9, True) == [second]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.add(job(2, key="k0")).id == "video_2", "its key is free again"
+    store.close()
+    assert [each.id for each in Store(tmp_path).unfinished()] == ["video_1", "video_2"]
+
+
 def test_progress_grows_with_the_work() -> None:
     events = [("encode", 1, 1), *(("denoise", k, 4) for k in range(1, 5)), ("decode", 1, 2), ("decode", 2, 2)]
     found = [percent(Progress("i", *event)) for event in events]
@@ -250,3 +302,21 @@ def test_health_of_replicas() -> None:
     assert found[0] is None
     told = ["[1] have given no sign of life for over 5 s", "[2] are being started again", "not started again"]
     assert all(text in str(trouble) for text, trouble in zip(told, found[1:], strict=True))
+
+
+def test_another_run_of_a_job_is_in_the_trace_of_the_first() -> None:
+    sent = InMemorySpanExporter()
+    traces = Traces("http://127.0.0.1:9/v1/traces", sent)
+    caller = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "authorization": "Bearer x"}
+    called, alone = traces.begin(caller), traces.begin({})
+    assert called.headers == {"traceparent": caller["traceparent"]}, "and no other header of the client's"
+    for trace in (called, alone, traces.begin(called.headers), traces.begin(alone.headers)):
+        trace.end()
+    traces.close()
+    wholes = [span for span in sent.get_finished_spans() if span.name == "generate_content"]
+    ids = [format(span.context.trace_id, "032x") for span in wholes]
+    assert ids[0] == ids[2] == "a" * 32
+    assert ids[1] == ids[3] != ids[0]
+    assert [span.parent.span_id if span.parent else None for span in wholes] == [
+        *(0xBBBBBBBBBBBBBBBB, None, 0xBBBBBBBBBBBBBBBB, wholes[1].context.span_id),
+    ]
