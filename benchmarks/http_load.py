@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import psutil
@@ -28,6 +28,8 @@ from diffgen import DiffGenerator
 from diffgen.params import Limits
 
 HEALTH_S = 0.2
+
+Send = Callable[[int], "tuple[int, float]"]
 
 
 def main() -> None:
@@ -49,13 +51,15 @@ def main() -> None:
     generator = DiffGenerator.from_pretrained(device="cpu", threads=options.threads, limits=limits)
     with generator, serving(options) as (server, url), httpx2.Client(base_url=url, timeout=600) as http:
 
-        def over_http(seed: int) -> None:
-            http.post("/v1/images/generations", json=body(seed)).raise_for_status()
+        def over_http(seed: int) -> tuple[int, float]:
+            answer = http.post("/v1/images/generations", json=body(seed)).raise_for_status().json()
+            return answer["data"][0]["width"], answer["timings"]["total"]
 
-        def in_python(seed: int) -> None:
-            generator.generate(**body(seed))
+        def in_python(seed: int) -> tuple[int, float]:
+            result = generator.generate(**body(seed))
+            return result.params.width, result.timings["total"]
 
-        sides: dict[str, Callable[[int], None]] = {"Python": in_python, "HTTP": over_http}
+        sides: dict[str, Send] = {"Python": in_python, "HTTP": over_http}
         probes: dict[str, list[float]] = {"idle": [], "under load": []}
         figures: dict[str, list[Round]] = {name: [] for name in sides}
         for send in sides.values():
@@ -77,21 +81,30 @@ def main() -> None:
     print(f"memory of the HTTP process after the first and the last round: {memory[0]:.0f}, {memory[-1]:.0f} MB")
 
 
-class Round:
-    """What one round took: wall and CPU seconds, and seconds to each answer."""
+class Answer(NamedTuple):
+    """The size asked for, seconds to the answer, and how many of them the request was at the ranks."""
 
-    def __init__(self, wall: float, cpu: float, answers: list[float]) -> None:
-        self.wall, self.cpu, self.answers = wall, cpu, answers
+    side: int
+    seconds: float
+    at_ranks: float
 
 
-def in_parallel(send: Callable[[int], None], clients: int, requests: int) -> Round:
-    answers: list[float] = []
+class Round(NamedTuple):
+    """What one round took: wall and CPU seconds, and its answers."""
+
+    wall: float
+    cpu: float
+    answers: list[Answer]
+
+
+def in_parallel(send: Send, clients: int, requests: int) -> Round:
+    answers: list[Answer] = []
 
     def client(number: int) -> None:
         for turn in range(requests):
             began = time.perf_counter()
-            send(number * requests + turn)
-            answers.append(time.perf_counter() - began)
+            side, at_ranks = send(number * requests + turn)
+            answers.append(Answer(side, time.perf_counter() - began, at_ranks))
 
     began, before = time.perf_counter(), cpu_seconds()
     with ThreadPoolExecutor(clients) as pool:
@@ -107,14 +120,22 @@ def cpu_seconds() -> float:
 
 
 def report(figures: dict[str, list[Round]]) -> None:
+    def of(rounds: list[Round], side: int | None = None) -> list[Answer]:
+        return [answer for each in rounds for answer in each.answers if side in (None, answer.side)]
+
+    def seconds(per_cent: int, side: int | None = None) -> Callable[[list[Round]], float]:
+        return lambda rounds: quantile([answer.seconds for answer in of(rounds, side)], per_cent)
+
     rows: dict[str, Callable[[list[Round]], float]] = {
-        "requests a second": lambda rounds: (
-            sum(len(each.answers) for each in rounds) / sum(each.wall for each in rounds)
-        ),
-        "CPU s a request": lambda rounds: sum(each.cpu for each in rounds) / sum(len(each.answers) for each in rounds),
-        "s to the answer, p50": lambda rounds: quantile([s for each in rounds for s in each.answers], 50),
-        "s to the answer, p99": lambda rounds: quantile([s for each in rounds for s in each.answers], 99),
+        "requests a second": lambda rounds: len(of(rounds)) / sum(each.wall for each in rounds),
+        "CPU s a request": lambda rounds: sum(each.cpu for each in rounds) / len(of(rounds)),
+        "s to the answer, mean": lambda rounds: statistics.fmean(answer.seconds for answer in of(rounds)),
+        "p50": seconds(50),
+        "p99": seconds(99),
     }
+    rows |= {f"p50 at {side} px": seconds(50, side) for side in sorted({each.side for each in of(figures["HTTP"])})}
+    rows["not at the ranks, p50"] = lambda rounds: quantile([each.seconds - each.at_ranks for each in of(rounds)], 50)
+    rows["not at the ranks, p90"] = lambda rounds: quantile([each.seconds - each.at_ranks for each in of(rounds)], 90)
     print(f"{'':22}" + "".join(f"{name:>10}" for name in figures) + f"{'ratio':>8}")
     for name, figure in rows.items():
         python, http = (figure(rounds) for rounds in figures.values())
