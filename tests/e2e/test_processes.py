@@ -121,40 +121,64 @@ def _in_denoising(generator: DiffGenerator, prompt: str, **sampling: Any) -> Gen
     return handle
 
 
+STATES, VICTIMS = ("load", "encode", "denoise", "decode", "send"), ("rank 0", "rank 1", "launcher")
+
+
+def _hang(when: str, victim: str) -> str:
+    """The fault that keeps the ranks in a state until the victim is killed."""
+    return f"hang@{'denoise' if when == 'load' else when}:0:0:1:{when} {victim}"
+
+
+@pytest.fixture(scope="module")
+def mortal(tiny_wan: Path) -> Iterator[tuple[DiffGenerator, Path]]:
+    """Two ranks that hang in every state, each time once, and their TMPDIR."""
+    with run_root() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr("tempfile.tempdir", None)
+        patch.setenv("DIFFGEN_FAULT", ";".join(_hang(when, victim) for when in STATES for victim in VICTIMS))
+        options: dict[str, Any] = {"num_gpus": 2, "max_restarts": 99, "max_running": 1, "log_level": "error"}
+        with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
+            yield generator, folder
+        assert leftovers(folder) == []
+
+
+def _kill(generator: DiffGenerator, victim: str) -> None:
+    """Once all ranks are there."""
+    wait_until(lambda: all(rank.pid for rank in generator.ranks()), 30, "the ranks are forked")
+    pids = [rank.pid for rank in generator.ranks()]
+    os.kill(psutil.Process(pids[0]).ppid() if victim == "launcher" else pids[int(victim[-1])], signal.SIGKILL)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_whatever_dies_whenever_no_request_is_lost(
-    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("when", STATES)
+def test_whatever_is_killed_whenever_no_request_is_lost(
+    mortal: tuple[DiffGenerator, Path], when: str, victim: str
 ) -> None:
-    """Each rank, while it encodes, denoises, decodes and sends, and the launcher: what ran and what waited in the queue
-    is told so, and runs again to the same pixels."""
-    deaths = [(rank, when) for rank in range(ranks) for when in ("encode", "denoise", "decode", "send")]
-    deaths.remove((1, "send")) if ranks > 1 else None
-    monkeypatch.setenv("DIFFGEN_FAULT", ";".join(f"exit@{when}:0:{rank}:1:{when} {rank}" for rank, when in deaths))
-    with DiffGenerator.from_pretrained(
-        str(tiny_wan), num_gpus=ranks, device="cpu", log_level="error", max_restarts=99, max_running=1
-    ) as generator:
-        expected = generator.generate("a", seed=1, **FAST)
-        address = generator.address
-        for rank, when in deaths:
-            running = generator.submit(f"{when} {rank}", seed=1, **FAST)
-            queued = generator.submit("a", seed=1, **FAST)
-            pixels = running.result(timeout=100).pixels
-            assert np.array_equal(queued.result(timeout=100).pixels, expected.pixels)
-            assert np.array_equal(generator.generate(f"{when} {rank}", seed=1, **FAST).pixels, pixels)
-            for handle in (running, queued):
-                assert sum(isinstance(event, Restarting) for event in handle.events()) == 1, (rank, when)
-        rank_pid = generator.ranks()[-1].pid
-        for victim in (rank_pid, psutil.Process(rank_pid).ppid()) if ranks == 1 else (rank_pid,):
-            running = _in_denoising(generator, "a", seed=1, **{**FAST, "num_inference_steps": 300})
-            os.kill(victim, signal.SIGKILL)
-            began = time.monotonic()
-            next(event for event in running.events() if isinstance(event, Restarting))
-            assert time.monotonic() - began < 2
-            assert running.result(timeout=100).seed == 1
-        assert generator.address == address
-        assert generator.status().restarts == len(deaths) + (2 if ranks == 1 else 1)
+    """By SIGKILL, while the ranks are loaded once more, or are in a unit, or send: what ran and what waited in the
+    queue is told so, and runs again to the same pixels."""
+    generator, root = mortal
+    expected, address = generator.generate("a", seed=1, **FAST), generator.address
+    restarts = generator.status().restarts
+    running = generator.submit(f"{when} {victim}", seed=1, **FAST)
+    queued = generator.submit("a", seed=1, **FAST)
+    mark = f"diffgen-*/fault-{_hang(when, victim).encode().hex()[:200]}"
+    wait_until(lambda: list(root.glob(mark)), 30, "rank 0 hangs")
+    old = [rank.pid for rank in generator.ranks()]
+    began = time.monotonic()
+    _kill(generator, "rank 0" if when == "load" else victim)
+    for handle in (running, queued):
+        next(event for event in handle.events() if isinstance(event, Restarting))
+    assert time.monotonic() - began < 2
+    if when == "load":
+        wait_until(lambda: not {rank.pid for rank in generator.ranks()} & set(old), 30, "there are new ranks")
+        assert not all(rank.ready for rank in generator.ranks())
+        _kill(generator, victim)
+    assert np.array_equal(queued.result(timeout=100).pixels, expected.pixels)
+    again = generator.generate(f"{when} {victim}", seed=1, **FAST)
+    assert np.array_equal(running.result(timeout=100).pixels, again.pixels)
+    assert generator.address == address
+    assert generator.status().restarts == restarts + (2 if when == "load" else 1)
 
 
 @pytest.mark.slow
