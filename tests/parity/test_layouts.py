@@ -1,4 +1,4 @@
-"""Every layout of several ranks against one rank: same weights and requests, float32 on gloo.
+"""Every layout of several ranks against one rank: same weights and requests, float32 and some bfloat16, on gloo.
 
 Each layout is one process group for all of its families, and must also have done what it says: forwards, parameters and
 bytes of each rank are those of its formula.
@@ -6,14 +6,16 @@ bytes of each rank are those of its formula.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from layouts import Launcher, Made, Mix, Rank, parameters, run_mix
+from layouts import Launcher, Made, Mix, Rank, Work, parameters, run_mix
 from oracle import level_difference, relative_difference
 from parity import MAX_LEVELS, MAX_RELATIVE, MIN_MOVE, PICTURE, Case, Local
 from tiny_flux import CHANNELS as FLUX_CHANNELS
@@ -23,8 +25,12 @@ from tiny_models import make_tiny_wan, make_tiny_wan22_5b
 from tiny_qwen import make_tiny_qwen_image
 from tiny_sd import make_tiny_sd, make_tiny_sdxl
 
+from diffgen.args import RunArgs
 from diffgen.distributed.axis import pieces
-from diffgen.distributed.dims import ParallelDims
+from diffgen.distributed.dims import ParallelDims, choose_dims
+from diffgen.errors import InvalidRequest
+from diffgen.loading.index import read_index
+from pipelines.registry import FAMILIES, find_family
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +84,27 @@ LAYOUTS: dict[str, tuple[ParallelDims, bool, tuple[str, ...]]] = {
     "ulysses 2 x ring 2": (ParallelDims(ulysses=2, ring=2), False, ("wan", "flux")),
 }
 PAIRS = [(layout, family) for layout, (_, _, families) in LAYOUTS.items() for family in families]
+#: In bfloat16: cross-attention and joint attention, each axis by itself.
+HALF: dict[str, Case] = {"wan": ODD, "flux": ODD | CFG}
+HALF_PAIRS = [(layout, family) for layout, family in PAIRS if family in HALF and " x " not in layout]
+
+
+def mean_difference(ours: Any, theirs: Any) -> float:
+    """Of two latents, over the mean value."""
+    return float(np.abs(ours - theirs).mean() / np.abs(theirs).mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A request's latents on one rank in bfloat16 and float32, and how far apart batches of 1, 2 and 4 are there."""
+
+    latents: Any
+    exact: Any
+    batches: float
+
+    @property
+    def rounding(self) -> float:
+        return mean_difference(self.latents, self.exact)
 
 
 class Bench:
@@ -86,27 +113,36 @@ class Bench:
     def __init__(self, launcher: Launcher, folder: Path) -> None:
         self._launcher, self._folder = launcher, folder
         self.alone = functools.cache(self._alone)
+        self.half = functools.cache(self._half)
         self.local = functools.cache(self._local)
         self.ranks = functools.cache(self._ranks)
 
-    def _model(self, family: str) -> Path:
+    def model(self, family: str) -> Path:
         folder = self._folder / f"layouts-{family}"
         return folder if folder.exists() else MODELS[family](folder)
 
-    def _local(self, family: str) -> Local:
-        return Local.load(self._model(family))
+    def _local(self, family: str, dtype: str = "float32") -> Local:
+        return Local.load(self.model(family), dtype)
 
     def _alone(self, family: str, mix: str) -> Made:
         return run_mix(self.local(family), MIXES[family][mix])
 
+    def _half(self, family: str) -> Half:
+        case, local = HALF[family], self.local(family, "bfloat16")
+        one, two, four = (local.pixels({**case, "n": count})[1][:1] for count in (1, 2, 4))
+        batches = max(mean_difference(two, one), mean_difference(four, one), mean_difference(four, two))
+        return Half(one, self.local(family).pixels(case)[1], batches)
+
     def memory_of_loading(self, dims: ParallelDims, model: Path) -> list[int]:
-        work: dict[str, tuple[Path, dict[str, Mix]]] = {"wan": (model, {})}
-        ranks = self._launcher.run(dims, work, parallel_decode=False, look_at_memory=True)
+        ranks = self._launcher.run(dims, {"wan": Work(model, {})}, parallel_decode=False, look_at_memory=True)
         return [rank["wan"].memory for rank in ranks]
 
     def _ranks(self, layout: str) -> list[dict[str, Rank]]:
         dims, parallel_decode, families = LAYOUTS[layout]
-        work = {family: (self._model(family), MIXES[family]) for family in families}
+        work = {family: Work(self.model(family), MIXES[family]) for family in families}
+        for family in families:
+            if (layout, family) in HALF_PAIRS:
+                work[f"{family} bfloat16"] = Work(self.model(family), {"half": [(HALF[family], 0)]}, "bfloat16")
         return self._launcher.run(dims, work, parallel_decode=parallel_decode)
 
 
@@ -129,6 +165,26 @@ def test_a_layout_makes_the_pixels_of_one_rank(bench: Bench, layout: str, family
                 assert level_difference(pixels, expected) <= MAX_LEVELS
             for latents, expected in zip(made.latents, alone.latents, strict=True):
                 assert relative_difference(latents, expected) <= MAX_RELATIVE
+
+
+@pytest.mark.parametrize(("layout", "family"), HALF_PAIRS)
+def test_a_layout_in_bfloat16(bench: Bench, layout: str, family: str) -> None:
+    """On the mean no further from one rank than two batch sizes are from each other.
+
+    A CPU computes batches of any size to the same bits, and so do guidance and Ulysses. What adds in another order
+    rounds in other places: it is about as far from float32 as one rank is.
+    """
+    half, reorders = bench.half(family), LAYOUTS[layout][0].tp * LAYOUTS[layout][0].ring > 1
+    assert half.rounding > 0
+    for latents in half_latents(bench, layout, family):
+        found, exact = mean_difference(latents, half.latents), mean_difference(latents, half.exact)
+        print(f"{found:.2%} from one rank, {exact:.2%} from float32; {half.batches:.2%} and {half.rounding:.2%} there")
+        assert found <= half.batches or (reorders and exact <= 1.2 * half.rounding)
+
+
+def half_latents(bench: Bench, layout: str, family: str) -> list[Any]:
+    """Each rank's in bfloat16."""
+    return [rank[f"{family} bfloat16"].mixes["half"].latents[0] for rank in bench.ranks(layout)]
 
 
 @pytest.mark.parametrize(("layout", "family"), PAIRS)
@@ -259,3 +315,13 @@ def _misplace_a_token(module: Any, args: Any, output: tuple[torch.Tensor]) -> tu
     else:
         values[..., -2:, -2:] = values[..., :2, :2]
     return (values,)
+
+
+@pytest.mark.parametrize("family", ["stable-diffusion", "stable-diffusion-xl"])
+@pytest.mark.parametrize("degree", ["tp_size", "ulysses_degree", "ring_degree"])
+def test_the_weights_and_tokens_of_a_unet_stay_whole(bench: Bench, family: str, degree: str) -> None:
+    index = read_index(bench.model(family), None, False)
+    abilities = find_family(FAMILIES[family]).abilities(index)
+    with pytest.raises(InvalidRequest, match=f"{degree} 2: .* takes 1 alone, since its denoiser is a UNet") as caught:
+        choose_dims(RunArgs(num_gpus=2, **{degree: 2}), abilities, index.pipeline_class)
+    assert (caught.value.param, caught.value.code) == (degree, "unsupported_layout")

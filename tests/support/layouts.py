@@ -35,6 +35,15 @@ Mix = Sequence[tuple[Case, int]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Work:
+    """What ranks run with one model."""
+
+    model: Path
+    mixes: Mapping[str, Mix]
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
 class Made:
     """What one rank made of one mix and did for it.
 
@@ -103,18 +112,17 @@ class Launcher:
     def run(
         self,
         dims: ParallelDims,
-        work: Mapping[str, tuple[Path, Mapping[str, Mix]]],
+        work: Mapping[str, Work],
         *,
         parallel_decode: bool,
         look_at_memory: bool = False,
     ) -> list[dict[str, Rank]]:
-        """Every rank's reports by family. ``work`` has a model and mixes by family."""
+        """Every rank's reports, by the names in ``work``."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
-        families = {name: (str(model), dict(mixes)) for name, (model, mixes) in work.items()}
-        job = {"dims": dataclasses.asdict(dims), "families": families, "decode": parallel_decode}
-        job["look"] = look_at_memory
+        job = {"dims": dataclasses.asdict(dims), "decode": parallel_decode, "look": look_at_memory}
+        job["work"] = {name: (str(each.model), each.mixes, each.dtype) for name, each in work.items()}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({**job, "folder": str(folder)}) + "\n")
@@ -122,36 +130,29 @@ class Launcher:
         codes, memory = json.loads(self._process.stdout.readline() or "[null, null]")
         errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
         assert codes == [0] * dims.world, "\n".join(errors) or codes
-        return [_read(folder, rank, families, memory[rank]) for rank in range(dims.world)]
+        return [_read(folder, rank, work, memory[rank]) for rank in range(dims.world)]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+        """It has no ranks left, and nothing to clean up."""
+        self._process.kill()
+        with self._process:
+            pass
 
 
-def _read(folder: Path, rank: int, families: Mapping[str, Any], memory: int) -> dict[str, Rank]:
+def _read(folder: Path, rank: int, work: Mapping[str, Work], memory: int) -> dict[str, Rank]:
     report = json.loads((folder / f"{rank}.json").read_text())
     arrays = np.load(folder / f"{rank}.npz")
 
-    def made(family: str, mix: str, count: int) -> Made:
+    def made(name: str, mix: str, count: int) -> Made:
         found = {
-            kind: [arrays[f"{family}/{mix}/{kind}/{index}"] for index in range(count)] for kind in ("pixels", "latents")
+            kind: [arrays[f"{name}/{mix}/{kind}/{index}"] for index in range(count)] for kind in ("pixels", "latents")
         }
-        return Made(**found, **report[family]["mixes"][mix])
+        return Made(**found, **report[name]["mixes"][mix])
 
-    return {
-        family: Rank(
-            report[family]["parameters"], {name: made(family, name, len(mix)) for name, mix in mixes.items()}, memory
-        )
-        for family, (_, mixes) in families.items()
-    }
+    def mixes(name: str) -> dict[str, Made]:
+        return {mix: made(name, mix, len(requests)) for mix, requests in work[name].mixes.items()}
+
+    return {name: Rank(report[name]["parameters"], mixes(name), memory) for name in work}
 
 
 def _fork(job: dict[str, Any], rank: int) -> int:
@@ -176,15 +177,15 @@ def _rank(job: dict[str, Any], rank: int) -> None:
     layout = make_layout(dims, info, device, job["decode"])
     arrays: dict[str, Any] = {}
     report: dict[str, Any] = {}
-    for family, (model, mixes) in job["families"].items():
-        local = Local.load(Path(model), layout=layout)
-        report[family] = {"parameters": parameters(local), "mixes": {}}
-        for name, mix in mixes.items():
-            made = run_mix(local, mix)
+    for name, (model, mixes, dtype) in job["work"].items():
+        local = Local.load(Path(model), dtype, layout)
+        report[name] = {"parameters": parameters(local), "mixes": {}}
+        for mix, requests in mixes.items():
+            made = run_mix(local, requests)
             for kind in ("pixels", "latents"):
-                arrays |= {f"{family}/{name}/{kind}/{i}": each for i, each in enumerate(getattr(made, kind))}
+                arrays |= {f"{name}/{mix}/{kind}/{i}": each for i, each in enumerate(getattr(made, kind))}
             facts = dataclasses.asdict(dataclasses.replace(made, pixels=[], latents=[]))
-            report[family]["mixes"][name] = {key: facts[key] for key in ("rows", "sent", "sent_decoding")}
+            report[name]["mixes"][mix] = {key: facts[key] for key in ("rows", "sent", "sent_decoding")}
     np.savez(folder / f"{rank}.npz", **arrays)
     (folder / f"{rank}.json").write_text(json.dumps(report))
 
