@@ -30,7 +30,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device, ranks: int = 1) -> int:
-    """Memory that one of ``ranks`` alike can still take on its device: on a CPU they share it."""
+    """Memory that one of ``ranks`` alike can still take on its device: on a CPU all of the machine share it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

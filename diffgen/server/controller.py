@@ -21,6 +21,7 @@ from diffgen.params import ModelSpec
 from diffgen.server.backend import Backend
 from diffgen.server.dispatch import Dispatcher, Load, request_cost
 from diffgen.server.outbox import Outbox
+from diffgen.server.pipe import Place
 from diffgen.server.replica import RankStatus
 from diffgen.server.supervisor import Supervisor, make_run_folder
 from diffgen.wire.mailbox import Mailbox
@@ -112,7 +113,7 @@ class DataParallelController:
             args,
             lambda error: self._inbox.put(_Died(index, (), error)),
             on_death=lambda journal: self._inbox.put(_Died(index, journal)),
-            first_device=index * ranks,
+            place=Place(index * ranks, run.num_gpus - ranks),
         )
 
     @property

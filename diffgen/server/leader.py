@@ -40,7 +40,7 @@ def make_scheduler(start: Start, worker: GPUWorker, open_empty: Callable[[ModelA
         deaths=start.deaths,
         stages=[StageInfo(s.name, s.prepares, s.stepped, s.encodes) for s in worker.pipeline.stages],
         restarts=start.restarts,
-        memory=RequestMemory(device, args.run.num_gpus, lambda: open_empty(model)),
+        memory=RequestMemory(device, args.run.num_gpus + start.place.others, lambda: open_empty(model)),
         failures=start.failures,
     )
 

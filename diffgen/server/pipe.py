@@ -19,6 +19,13 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Place(_Message, frozen=True):
+    """Where a replica is among those of its machine: the number of its first rank, and the ranks of the others."""
+
+    first: int = 0
+    others: int = 0
+
+
 class Start(_Message, frozen=True):
     """First message to a rank: all that it needs. It travels here because a command line can be read by others.
 
@@ -33,7 +40,7 @@ class Start(_Message, frozen=True):
     socket: str
     deaths: dict[str, int]
     failures: dict[str, ErrorInfo]
-    first_device: int = 0  # rank 0's, where several replicas share a machine
+    place: Place = Place()
 
 
 class Stop(_Message, frozen=True):

@@ -137,7 +137,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     from diffgen.worker.worker import GPUWorker
 
     info = RankInfo(start.rank, args.run.num_gpus)
-    device = choose_device(args.run, info, start.first_device)
+    device = choose_device(args.run, info, start.place.first)
     if args.run.attention_backend == "xfuser":
         from diffgen.distributed.xfuser import check_xfuser
 
@@ -186,7 +186,9 @@ def _find_model(start: Start, control: Any, device: Any) -> Path:
     # One rank downloads; the others are told where to.
     if control.info.leads:
         found = resolve_model(start.args.model)
-        check_weights(found, start.args.model, device, control.info.size, start.args.run.tp_size or 1)
+        # The other replicas load now, too; when this one starts again they have loaded.
+        ranks = control.info.size + (0 if start.restarts else start.place.others)
+        check_weights(found, start.args.model, device, ranks, start.args.run.tp_size or 1)
         folder = str(found)
     return Path(control.broadcast(folder.encode()).decode())
 

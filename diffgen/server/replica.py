@@ -13,7 +13,7 @@ from pathlib import Path
 from diffgen.args import ServerArgs
 from diffgen.errors import PEER_FAILED, PEER_LOST, DiffgenError, ErrorInfo, StartFailed, WorkerDied, error_from
 from diffgen.server.launcher import Launcher, ending
-from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Journal, Pipe, RankError, Ready, Start, Stop
+from diffgen.server.pipe import FROM_RANK, FromRank, Heartbeat, Journal, Pipe, Place, RankError, Ready, Start, Stop
 from diffgen.wire.mailbox import Mailbox
 
 # Longer than any garbage collection or page fault: a rank that is this silent is stopped or gone.
@@ -58,7 +58,7 @@ class Replica:
         socket: str,
         deaths: dict[str, int],
         failures: dict[str, ErrorInfo],
-        first_device: int = 0,
+        place: Place,
     ) -> None:
         self.ready = False
         self.journal: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Replica:
         self._ended_at: float | None = None  # of the first rank
         try:
             for rank in range(args.run.num_gpus):
-                self._spawn(Start(args, rank, str(folder), life, socket, deaths, failures, first_device))
+                self._spawn(Start(args, rank, str(folder), life, socket, deaths, failures, place))
         except BaseException:
             self.kill()
             raise

@@ -16,9 +16,11 @@ import msgspec
 from diffgen.args import ServerArgs, check_args
 from diffgen.errors import DiffgenError, ErrorInfo, GenerationError, ServerError, StartFailed
 from diffgen.server.launcher import Launcher
+from diffgen.server.pipe import Place
 from diffgen.server.replica import RankStatus, Replica
 from diffgen.wire.mailbox import Mailbox
 
+ALONE = Place()
 _MAX_FOLDER = 80  # of the 107 bytes that the system allows for a socket's path; macOS 103
 # Deaths this long ago say nothing of the present.
 _WINDOW_S = 600.0
@@ -41,9 +43,9 @@ class Supervisor:
         on_failure: Callable[[DiffgenError], None] = lambda error: None,
         *,
         on_death: Callable[[tuple[str, ...]], None] = lambda journal: None,
-        first_device: int = 0,
+        place: Place = ALONE,
     ) -> None:
-        """``on_death`` is called with the suspects of each death; ``first_device`` is rank 0's, of several replicas."""
+        """``on_death`` is called with the suspects of each death; ``place`` is among several replicas."""
         check_args(args)
         self.args = args
         self.failure: DiffgenError | None = None  # why there is no replica any more
@@ -51,7 +53,7 @@ class Supervisor:
         self.suspects: collections.Counter[str] = collections.Counter()  # by id, deaths of the replica
         self._on_failure = on_failure
         self._on_death = on_death
-        self._first_device = first_device
+        self._place = place
         self._folder = make_run_folder()
         self.socket = f"ipc://{self._folder}/s"
         self._address: str | None = None
@@ -155,7 +157,7 @@ class Supervisor:
             args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
         if self._launcher is None or self._launcher.ending() is not None:
             self._launcher = Launcher(args, self._folder)
-        past = (dict(self.suspects), dict(self._failures), self._first_device)
+        past = (dict(self.suspects), dict(self._failures), self._place)
         replica = Replica(self._launcher, args, self._folder, self.restarts, self.socket, *past)
         self._replica = replica
         while not self._stopping.is_set():

@@ -57,15 +57,16 @@ threading.Event().wait()
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The run folders of this test, which must all be gone at its end, as must its processes."""
+def _shared_memory() -> Iterator[None]:
     before = shared_memory()
-    with run_root() as folder:
-        monkeypatch.setenv("TMPDIR", str(folder))
-        monkeypatch.setattr("tempfile.tempdir", None)
-        yield folder
-        wait_until(lambda: not leftovers(folder), 5, f"nothing is left: {leftovers(folder)}")
-        assert shared_memory() <= before
+    yield
+    assert shared_memory() <= before
+
+
+@pytest.fixture
+def root(_shared_memory: None, root: Path) -> Path:
+    """No shared memory is left either, once all processes have gone."""
+    return root
 
 
 @pytest.mark.slow

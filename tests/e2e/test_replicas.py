@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mixed
 import numpy as np
+import psutil
 import pytest
-from processes import leftovers, run_root, wait_until
+from processes import wait_until
 
 from diffgen import DiffGenerator
 from diffgen.errors import RequestCancelled, StartFailed
@@ -21,14 +23,6 @@ from diffgen.http.health import troubles
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 FAST: dict[str, Any] = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": 1}
-
-
-@pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with run_root() as folder:
-        monkeypatch.setenv("TMPDIR", str(folder))
-        monkeypatch.setattr("tempfile.tempdir", None)
-        yield folder
 
 
 def test_two_replicas(
@@ -63,7 +57,6 @@ def test_two_replicas(
         mixed.check_failures(generator, 1, alone)
         mixed.check_agreement(generator, replicas=2)
         _kill_one(generator, expected)
-    assert leftovers(root) == []
 
 
 def _kill_one(generator: DiffGenerator, expected: Any) -> None:
@@ -90,4 +83,17 @@ def test_one_that_cannot_start_ends_all(tiny_wan: Path, root: Path, monkeypatch:
     monkeypatch.setenv("DIFFGEN_FAULT", "raise@load:0:0")
     with pytest.raises(StartFailed, match="rank 0: RuntimeError: fault on purpose"):
         DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", num_gpus=2, dp_size=2, log_level="error")
-    assert leftovers(root) == []
+
+
+def test_memory_is_that_of_all_replicas(tiny_wan: Path, tmp_path: Path, root: Path) -> None:
+    """Weights that fit once are refused twice, before anything is loaded."""
+    folder = shutil.copytree(tiny_wan, tmp_path / "large")
+    size = int(0.7 * psutil.virtual_memory().available) // 4 * 4
+    tensor = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    head = json.dumps({"weights": tensor}).encode()
+    with (folder / "transformer" / "large.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)  # a hole, which takes no room
+    with pytest.raises(StartFailed, match=r"weights of .* and each of 2 rank\(s\) on cpu has") as caught:
+        DiffGenerator.from_pretrained(str(folder), device="cpu", num_gpus=2, dp_size=2, log_level="error")
+    assert caught.value.code == "insufficient_memory"
