@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from processes import wait_until
+from proxy import Proxy
 
 from diffgen.args import ListenArgs
 from diffgen.errors import ConnectionFailed, GenerationError, StartFailed
@@ -352,6 +354,54 @@ def test_an_answer_outlives_the_process_that_made_it(served: Served, tmp_path: P
         now += KEEP_S
         assert third.tend() is None
     assert list(folder.iterdir()) == []
+
+
+class _Answers:
+    """A server that has whatever is kept in a folder, and makes nothing new."""
+
+    def __init__(self, folder: Path, address: str, model: ModelSpec, epoch: str) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.router = Router(f"ipc://{folder}/{epoch}", ListenArgs(address=address, token=TOKEN), self.inbox)
+        self.outbox = Outbox(self.router, folder / "answers")
+        self.submits: list[tuple[bytes, Submit]] = []
+        self._model, self._epoch = model, epoch
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self.inbox.get()) is not None:
+            client, message = item
+            if isinstance(message, Hello):
+                self.router.send(client, Welcome(self._epoch, self._model))
+            elif not self.outbox.take(client, message) and isinstance(message, Submit):
+                self.submits.append((client, message))
+
+    def close(self) -> None:
+        self.inbox.put(None)
+        self._thread.join()
+        self.router.close(Ping())  # no farewell: it has died
+
+
+def test_a_client_that_was_away_gets_its_result_from_the_next_server(tmp_path: Path, model: ModelSpec) -> None:
+    first = _Answers(tmp_path, "tcp://127.0.0.1:*", model, "first")
+    with Proxy(first.router.address) as proxy:
+        connection = Connection(proxy.address, TOKEN)
+        connection.wait_ready(10)
+        handle = connection.submit(SamplingParams(prompt="p"))
+        wait_until(lambda: first.submits, 10, "it has come")
+        ((client, submit),) = first.submits
+        proxy.cut()
+        first.outbox.send(client, _result(submit.id), np.array([7, 8, 9], np.uint8))
+        time.sleep(WRITE_S)
+        first.outbox.tend()
+        first.close()
+        second = _Answers(tmp_path, first.router.address, model, "second")
+        proxy.mend()
+        assert np.array_equal(handle.result(20).raw, [7, 8, 9])
+        wait_until(lambda: not list((tmp_path / "answers").iterdir()), 10, "it is confirmed")
+        assert second.submits == [], "it did not run again"
+        connection.close()
+        second.close()
 
 
 def _result(request_id: str) -> Result:
