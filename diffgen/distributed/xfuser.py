@@ -41,10 +41,9 @@ def load_xfuser(dims: ParallelDims, device: torch.device) -> XfuserAttention:
         core = importlib.import_module("xfuser.core.distributed")
         state: Any = importlib.import_module("xfuser.core.distributed.runtime_state")
         degrees = {"ulysses_degree": dims.ulysses, "ring_degree": dims.ring, "data_parallel_degree": dims.cfg}
-        core.init_distributed_environment(
-            dims.world, dist.get_rank(), local_rank=device.index, backend="nccl" if device.type == "cuda" else "gloo"
-        )
-        core.initialize_model_parallel(**degrees)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        core.init_distributed_environment(dims.world, dist.get_rank(), local_rank=device.index, backend=backend)
+        core.initialize_model_parallel(**degrees, backend=backend)
         config, _ = importlib.import_module("xfuser").xFuserArgs(model="", **degrees).create_config()
         # initialize_runtime_state makes one for its own pipelines, or one whose degrees are all 1.
         state._RUNTIME = state.RuntimeState(config)
@@ -67,12 +66,7 @@ class XfuserAttention:
         self._usp = usp
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sizes: Sequence[int],
-        scale: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sizes: Sequence[int], scale: float | None
     ) -> torch.Tensor:
         if len(set(sizes)) > 1:
             rule = f"{sum(sizes)} tokens lie on {len(sizes)} ranks as {list(sizes)}, and attention_backend xfuser needs"

@@ -1,8 +1,11 @@
-"""Attention by xfuser: what is refused, and how its USP is called. The package itself runs on GPUs alone."""
+"""Attention by xfuser: what is refused, how its USP is called, and the package itself where it is installed."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ import torch
 from diffgen.distributed.dims import ParallelDims
 from diffgen.distributed.xfuser import XfuserAttention, check_xfuser, load_xfuser
 from diffgen.errors import GenerationError, InvalidRequest, StartFailed
+
+RANK = Path(__file__).resolve().parents[1] / "support" / "xfuser_rank.py"
 
 needs_no_xfuser = pytest.mark.skipif(importlib.util.find_spec("xfuser") is not None, reason="xfuser is installed")
 
@@ -52,3 +57,31 @@ def test_what_usp_cannot_do_ends_the_request(sizes: list[int], scale: float | No
     with pytest.raises(GenerationError, match=rf"{words}.*or use attention_backend native") as caught:
         XfuserAttention(lambda *heads: heads[0])(tokens, tokens, tokens, sizes, scale)
     assert caught.value.code == "unsupported_layout"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2), (2, 2)])
+def test_xfuser_itself_attends_as_one_rank_does(tmp_path: Path, ulysses: int, ring: int) -> None:
+    """Its own groups and USP over gloo, with a CPU's kernel in the place of its own."""
+    for package in ("xfuser", "yunchang", "triton"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    degrees = [str(ulysses), str(ring)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(tmp_path), str(rank), *degrees],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ulysses * ring)
+    ]
+    try:
+        answers = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    for rank, (out, errors) in zip(ranks, answers, strict=True):
+        assert rank.returncode == 0, errors
+        print(out)
+        assert max(float(each) for each in out.splitlines()[-1].split()) < 1e-6
