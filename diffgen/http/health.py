@@ -26,7 +26,7 @@ _SILENT_S = 5.0
 _PROBE_S = 30.0
 _PROBE_SIZE = 64
 #: A success this young answers for a probe.
-_FRESH_S = 10.0
+FRESH_S = 10.0
 
 
 def troubles(replicas: Sequence[Sequence[RankStatus]]) -> list[str | None]:
@@ -89,7 +89,7 @@ async def health_generate(request: Request) -> Response:
 
 
 class Probe:
-    """At most one generation in flight; its success answers for all who ask within :data:`_FRESH_S`."""
+    """At most one generation in flight; its success answers for all who ask within :data:`FRESH_S`."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[float] | None = None
@@ -98,7 +98,7 @@ class Probe:
     async def run(self, generator: DiffGenerator) -> float:
         """Seconds that it took. Raises :class:`HttpError`."""
         old = self._running
-        if old is None or (old.done() and (old.exception() or time.monotonic() - self._ended > _FRESH_S)):
+        if old is None or (old.done() and (old.exception() or time.monotonic() - self._ended > FRESH_S)):
             self._running = asyncio.create_task(self._generate(generator))
         assert self._running is not None
         # One who leaves must not stop it for the others.

@@ -150,6 +150,22 @@ def test_cancel_ends_within_a_unit(server: DiffGenerator) -> None:
     assert last < 450, "far from the 900 asked for, also where this process gets little of the machine"
 
 
+def test_cancel_while_decoding_and_after_the_end(server: DiffGenerator) -> None:
+    handle = server.submit("a", seed=1, **{**FAST, "num_inference_steps": 1, "num_frames": 257})
+    next(event for event in handle.events() if isinstance(event, Progress) and event.stage == "decode")
+    handle.cancel()
+    with pytest.raises(RequestCancelled):
+        handle.result(timeout=30)
+    last = [event for event in handle.events() if isinstance(event, Progress)][-1]
+    assert last.step < last.total == 65
+    done = server.submit("a", seed=1, **FAST)
+    pixels = done.result(timeout=60).pixels
+    done.cancel()
+    assert np.array_equal(server.generate("a", seed=1, **FAST).pixels, pixels)
+    assert done.result() is done.result()
+    assert not server.status().requests
+
+
 def test_result_times_out_and_the_request_goes_on(server: DiffGenerator) -> None:
     handle = server.submit("a", seed=1, **{**FAST, "num_inference_steps": 60})
     with pytest.raises(TimeoutError):

@@ -32,6 +32,7 @@ from diffgen.errors import (
 )
 from diffgen.handle import GenerationHandle, Restarting
 from diffgen.params import Limits
+from diffgen.server.outbox import WRITE_S
 from diffgen.wire.messages import Progress
 
 FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
@@ -244,10 +245,17 @@ def test_a_rank_that_cannot_start_ends_all(
     assert leftovers(root) == []
 
 
-def test_start_has_a_time_limit(tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFGEN_FAULT", "hang@load:0:0")
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("load", {}), pytest.param("denoise", {"warmup": "64x64"}, marks=pytest.mark.slow)],
+)
+def test_start_has_a_time_limit(
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, where: str, options: dict[str, Any]
+) -> None:
+    """Warming up included."""
+    monkeypatch.setenv("DIFFGEN_FAULT", f"hang@{where}:0:0")
     with pytest.raises(StartFailed, match=r"ranks \[0\] were not ready after 8 s"):
-        DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", start_timeout=8)
+        DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", start_timeout=8, **options)
     assert leftovers(root) == []
 
 
@@ -401,6 +409,32 @@ def test_clients_that_vanish_and_come_back(listening: DiffGenerator, root: Path)
         assert killed in {each.id for each in listening.status().requests}, "the grace is not over"
     wait_until(lambda: finished("request_cancelled") == cancelled + 2, GRACE_S + 10, "its request is cancelled")
     assert not listening.status().requests
+
+
+@pytest.mark.slow
+def test_results_outlive_the_ranks(listening: DiffGenerator) -> None:
+    """A result and a failure of a client that is away are there when rank 0 has been killed meanwhile."""
+    assert listening.address is not None
+    case: dict[str, Any] = {**FAST, "num_inference_steps": 60}
+    expected = listening.generate("a", seed=1, **case).pixels
+    restarts, ends = listening.status().restarts, sum(listening.status().finished.values())
+    with Proxy(listening.address) as proxy, DiffGenerator.connect(proxy.address, token=TOKEN) as outside:
+        done, aborted = (_in_denoising(outside, "a", seed=1, **kind) for kind in (case, LONG))
+        proxy.cut()
+        assert listening.abort(aborted.id)
+        wait_until(lambda: sum(listening.status().finished.values()) == ends + 2, 20, "both have ended")
+        time.sleep(2 * WRITE_S)
+        os.kill(listening.ranks()[0].pid, signal.SIGKILL)
+        wait_until(lambda: listening.ranks()[0].ready is None, 5, "rank 0 is dead")
+        listening.generate("a", seed=1, **FAST)  # by the next rank 0
+        units = listening.status().units["decode"]
+        proxy.mend()
+        assert np.array_equal(done.result(timeout=20).pixels, expected)
+        with pytest.raises(RequestCancelled, match="aborted by another client"):
+            aborted.result(timeout=20)
+        status = listening.status()
+        assert status.restarts == restarts + 1
+        assert status.units["decode"] == units, "neither ran again"
 
 
 def test_a_generator_left_open_is_closed_at_exit(tiny_wan: Path, root: Path) -> None:
