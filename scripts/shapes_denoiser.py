@@ -39,6 +39,7 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
 TEXT_LENGTH = 32  # what the card recommends as max_sequence_length
 LONGEST_TEXT = 512  # what WanPipeline pads to unless told otherwise
 ASKED_BLOCK = 2
+FINISH_SHARE = 0.75
 ANSWERS = 7 + len(scenes.SHAPES)
 
 
@@ -232,9 +233,17 @@ class FinishTask(DenoiserTask):
         return data.FINISH
 
 
+@torch.no_grad()
 def load_transformer(folder: Path) -> WanTransformer3DModel:
-    """The trained transformer of a folder, frozen."""
-    return shapes_parallel.load_average(FinishTask(folder)).transformer
+    """The trained transformer of a folder, frozen: `FINISH_SHARE` of the way from before the finish to its end.
+
+    What the finish has little of is then kept better (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models").
+    """
+    student = shapes_parallel.load_average(DenoiserTask(folder))
+    finished = shapes_parallel.load_average(FinishTask(folder))
+    for before, after in zip(student.parameters(), finished.parameters(), strict=True):
+        before.lerp_(after, FINISH_SHARE)
+    return student.transformer
 
 
 def load_statistics(folder: Path) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,8 @@ background were never shown in training, neither to the autoencoder nor to the d
    times, shifted to the noise in which shapes and places are decided; mostly at 64 px, then at all sizes. Its blocks'
    matrices are updated by Muon, the rest by Adam; the exported weights are a moving average. In training, the tokens of
    a middle block must also tell where each thing is, how large, of what shape and whither it goes. At last it goes on
-   from that average, mostly at 128 px, on other scenes, in which small things and stars come more often.
+   from that average, mostly at 128 px, on other scenes, in which small things and stars come more often. The weights
+   are {finish_share:.0%} of the way from before that finish to its end.
 
 To make the weights again: `python scripts/train_shapes.py --work FOLDER --export diffgen/shapes`; it goes on from its
 checkpoints when it was stopped.
@@ -152,6 +153,7 @@ def write_card(
         denoiser_settings=_settings(denoiser_task),
         first_shares=shares[0],
         later_shares=shares[1],
+        finish_share=shapes_denoiser.FINISH_SHARE,
         finish_settings=_settings(finish_task),
         finish_shares=shares[2],
         held_out=_held_out(),

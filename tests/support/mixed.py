@@ -98,7 +98,8 @@ def check_agreement(generator: DiffGenerator, replicas: int = 1) -> None:
 def check_death(generator: DiffGenerator, alone: Sequence[Any]) -> None:
     """The last rank dies while it denoises: what ran there is told, and all requests make the same pixels."""
     restarts = generator.status().restarts
-    handles = [running(generator, num_inference_steps=150) for _ in range(2)]
+    # So many steps that the first still runs when the second does.
+    handles = [running(generator, num_inference_steps=500) for _ in range(2)]
     os.kill(generator.ranks()[-1].pid, signal.SIGKILL)
     check_batches(generator, alone)
     first, second = (handle.result(100).pixels.astype(int) for handle in handles)
