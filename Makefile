@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 # Two files at a time, the long ones (e2e, parity) first. A file stays whole, since its tests share servers.
-PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: demo test test-fast lint format clean
 
