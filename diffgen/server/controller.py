@@ -96,7 +96,9 @@ class DataParallelController:
         self._router: Router | None = None
         self._outbox: Outbox | None = None  # answers that no replica has
         self._spec: ModelSpec | None = None  # unknown until a replica has answered
-        self._early: collections.deque[tuple[bytes, Any]] = collections.deque()  # what clients said before that
+        self._heard: set[int] = set()  # replicas that have welcomed us, or died, at least once
+        # What clients said before all were heard of: the first would send all that they have to the first to answer.
+        self._early: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._epoch = uuid.uuid4().hex
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="diffgen-controller", daemon=True)
@@ -206,10 +208,11 @@ class DataParallelController:
             if item is None or self.failure is not None:
                 return False
             if isinstance(item, _Died):
+                self._heard.add(item.replica)
                 self._on_death(item)
             else:
                 self._early.append(item)
-        while self._early and self._spec is not None:
+        while self._early and self._spec is not None and self._heard >= self._backends.keys():
             self._from_client(*self._early.popleft())
         latest = time.monotonic() - self.args.limits.grace
         for client in [each for each, since in self._away.items() if since < latest]:
@@ -314,6 +317,7 @@ class DataParallelController:
         match message:
             case Welcome():
                 self._spec = message.model
+                self._heard.add(index)
                 for job in list(self._jobs.values()):
                     if job.replica == index:
                         self._resend(job)
