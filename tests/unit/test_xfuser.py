@@ -63,7 +63,7 @@ def test_what_usp_cannot_do_ends_the_request(sizes: list[int], scale: float | No
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2), (2, 2)])
 def test_xfuser_itself_attends_as_one_rank_does(tmp_path: Path, ulysses: int, ring: int) -> None:
     """Its own groups and USP over gloo, with a CPU's kernel in the place of its own."""
-    for package in ("xfuser", "yunchang", "triton"):
+    for package in ("xfuser", "yunchang", "triton", "einops", "distvae"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     degrees = [str(ulysses), str(ring)]
