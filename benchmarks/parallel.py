@@ -1,10 +1,11 @@
 """A denoising step in each layout against one rank: time, CPU, bytes and how far the result is away.
 
-    python benchmarks/parallel.py [--model wan-15m] [--steps 6] [--world 2] [--layouts "tp 2,ulysses 2"]
+    python benchmarks/parallel.py [--model wan-15m] [--steps 6] [--world 2] [--layouts "tp 2,ulysses 2"] [--profile]
 
 Each rank is a process with one thread, or a CUDA device with ``--device cuda``. The model is random, made on the device
 by the rank itself, slice by slice. A step is one forward of two rows, as of a guided request; with ``--model wan-vae``
-it is a decode. Bars at two ranks, in CPU seconds a rank: CFG 1.9, Ulysses 1.85, TP 1.8, Ring 1.65, decode 1.7.
+it is a decode. ``--profile`` tells what kinds of operations take the seconds of a step. Bars at two ranks, in CPU
+seconds a rank: CFG 1.9, Ulysses 1.85, TP 1.8, Ring 1.65, decode 1.7.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from torch import profiler
 
 from diffgen.args import RunArgs
 from diffgen.distributed.axis import AxisGroup
@@ -79,6 +81,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, int]]] 
 }
 
 
+# Kinds of operations that a profile tells apart, by the start of torch's names. Everything else is norms, modulation,
+# rotation, residuals: what reads and writes tokens and computes little.
+_KINDS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::mkldnn"),
+    "attention": ("aten::_scaled_dot", "aten::_flash", "aten::scaled_dot"),
+    "convolutions": ("aten::_slow_conv", "aten::slow_conv", "aten::convolution", "aten::_convolution", "aten::thnn"),
+    "everything else": ("aten::",),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     model: str
@@ -88,6 +100,7 @@ class Job:
     dtype: str
     backend: str = "native"  # of attention over split tokens
     rows: int = 2  # in one forward; 1 shows what another batch size does to the result
+    profile: bool = False
 
 
 def main() -> None:
@@ -99,6 +112,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--attention-backend", choices=["native", "xfuser"], default="native", help="of split tokens")
+    parser.add_argument("--profile", action="store_true", help="also a table of the kinds of operations, on a CPU")
     options = parser.parse_args()
     layouts = [parse_dims(text) for text in options.layouts.split(",")] if options.layouts else one_axis(options.world)
     if options.model == "wan-vae":
@@ -106,7 +120,12 @@ def main() -> None:
     for dims in layouts:
         if why_not(options.model, dims):
             parser.error(f"{dims}: {why_not(options.model, dims)}")
-    table(options.model, layouts, options.steps, options.device, options.dtype, options.attention_backend)
+    if options.profile and options.device != "cpu":
+        parser.error("--profile reads the clock of the processor; on a device use its own profiler")
+    table(
+        options.model, layouts, options.steps, options.device, options.dtype, options.attention_backend,
+        profile=options.profile,
+    )  # fmt: skip
 
 
 def one_axis(world: int) -> list[ParallelDims]:
@@ -129,22 +148,37 @@ def why_not(model: str, dims: ParallelDims) -> str:
 
 
 def table(
-    model: str, layouts: list[ParallelDims], steps: int, device: str, dtype: str, backend: str = "native"
+    model: str,
+    layouts: list[ParallelDims],
+    steps: int,
+    device: str,
+    dtype: str,
+    backend: str = "native",
+    *,
+    profile: bool = False,
 ) -> None:
     """Print a line a layout. The difference is mean and largest, relative to one rank's mean and largest value."""
     print(f"{model}, {steps} steps of two rows, {dtype} on {device}, one thread a rank\n")
     print("| layout | CPU seconds a rank | of it in collectives | wall | MB sent a rank | mean difference | largest |")
     print("|---|---|---|---|---|---|---|")
-    alone, whole = run(Job(model, ParallelDims(), steps, device, dtype))
+    alone, whole = run(Job(model, ParallelDims(), steps, device, dtype, profile=profile))
     single = run(Job(model, ParallelDims(), 1, device, dtype, rows=1))[1]
     one = " | ".join(f"{value}" for value in (f"{alone[0]['cpu']:.3f}", 0, f"{alone[0]['wall']:.3f}", 0))
     print(f"| one rank | {one} | two batch sizes: {_apart(single, whole)} |")
+    slowest = {}
     for dims in layouts:
-        ranks, output = run(Job(model, dims, steps, device, dtype, backend))
+        ranks, output = run(Job(model, dims, steps, device, dtype, backend, profile=profile))
+        slowest[dims] = max(ranks, key=lambda rank: rank["cpu"])
         cpu, wall, shared = (max(rank[name] for rank in ranks) for name in ("cpu", "wall", "collectives"))
         sent = max(rank["sent"] for rank in ranks) / 1e6
         gains = f"{cpu:.3f} ({alone[0]['cpu'] / cpu:.2f}x) | {shared:.3f} | {wall:.3f} ({alone[0]['wall'] / wall:.2f}x)"
         print(f"| {dims} | {gains} | {sent:.2f} | {_apart(output, whole)} |", flush=True)
+    if profile:
+        print("\nSeconds of a step by the kind of operation, on the slowest rank, and how much less than on one rank\n")
+        print(f"| kind | one rank |{''.join(f' {dims} |' for dims in layouts)}\n|---|---|{'---|' * len(layouts)}")
+        for kind in [kind for kind in _KINDS if alone[0][kind] > 0]:
+            shares = (f" {rank[kind]:.3f} ({alone[0][kind] / rank[kind]:.2f}x) |" for rank in slowest.values())
+            print(f"| {kind} | {alone[0][kind]:.3f} |{''.join(shares)}")
 
 
 def _apart(output: torch.Tensor, whole: torch.Tensor) -> str:
@@ -210,10 +244,24 @@ def _rank(job: Job, rank: int, folder: Path) -> None:
             _finish(device)
             sent = sum(group.sent for group in layout.groups().values()) - before
             times.append((time.process_time() - cpu, time.perf_counter() - wall, sent, spent[0] - shared))
+        kinds = _by_kind(step, job.steps) if job.profile else {}
     if info.leads:
         torch.save(output.float().cpu(), folder / "output")
     medians = [statistics.median(values) for values in zip(*times, strict=True)]
-    print(json.dumps(dict(zip(("cpu", "wall", "sent", "collectives"), medians, strict=True))))
+    print(json.dumps(dict(zip(("cpu", "wall", "sent", "collectives"), medians, strict=True)) | kinds))
+
+
+def _by_kind(step: Callable[[], Any], steps: int) -> dict[str, float]:
+    """Seconds of a step in each of `_KINDS`."""
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profiled:
+        for _ in range(steps):
+            step()
+    spent = dict.fromkeys(_KINDS, 0.0)
+    for event in profiled.key_averages():
+        kind = next((kind for kind, names in _KINDS.items() if event.key.startswith(names)), None)
+        if kind is not None:
+            spent[kind] += event.self_cpu_time_total / 1e6 / steps
+    return spent
 
 
 def _finish(device: torch.device) -> None:
