@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from diffgen.scheduler.job import Job, Kind
 from diffgen.scheduler.plan import StageInfo
-from diffgen.scheduler.sharing import Sharing
+from diffgen.scheduler.sharing import Sharing, latest
 
 _WEIGHT = 0.3  # of a new measurement against what is known
 
@@ -142,7 +142,8 @@ class _Times:
         return bool(self._by_pixels)
 
     def learn(self, pixels: int, rows: int, seconds: float) -> None:
-        known = self._by_pixels.setdefault(pixels, {}).setdefault(rows, _Measured(seconds, 0))
+        by_rows: dict[int, _Measured] = latest(self._by_pixels, pixels, dict)
+        known = by_rows.setdefault(rows, _Measured(seconds, 0))
         # The first one, in which libraries set themselves up, is forgotten with the second.
         known.seconds += (seconds - known.seconds) * (1.0 if known.count <= 1 else _WEIGHT)
         known.count += 1

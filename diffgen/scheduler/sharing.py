@@ -8,10 +8,12 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 
+#: Of so many numbers of pixels, the latest, is known what their units take: clients may ask for any.
+PIXELS_KNOWN = 256
 # A shared unit must take less than this of what its members take apart, or the first ones wait for nothing.
 _WORTH = math.log(0.95)
 _FIRST = 6  # trials of a size before there is a verdict; until then one unit in two is for a trial
@@ -99,7 +101,7 @@ class Sharing:
     def learn(self, pixels: int, rows: Sequence[int], seconds: float) -> None:
         """A unit of requests with these rows each has taken so long. Not to be told of the first of its kind, in which
         libraries set themselves up."""
-        known = self._pixels.setdefault(pixels, _Pixels())
+        known = latest(self._pixels, pixels, _Pixels)
         known.units += 1
         if len(rows) == 1:
             known.alone = _Alone(known.units, rows[0], seconds)
@@ -118,6 +120,17 @@ class Sharing:
         """Seconds of all by themselves, as things went when one ran alone."""
         expected = sum(self._seconds(pixels, each) or 0.0 for each in rows)
         return alone.seconds * expected / (self._seconds(pixels, alone.rows) or expected)
+
+
+V = TypeVar("V")
+
+
+def latest(known: dict[int, V], pixels: int, make: Callable[[], V]) -> V:
+    """The entry of ``pixels``, now the last, as of an LRU cache with :data:`PIXELS_KNOWN` entries."""
+    entry = known[pixels] = known.pop(pixels, None) or make()
+    if len(known) > PIXELS_KNOWN:
+        del known[next(iter(known))]
+    return entry
 
 
 def _size(rows: Sequence[int]) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import queue
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 
 import msgspec
 
+from diffgen.errors import ProtocolError, RequestCancelled
 from diffgen.wire import codec
-from diffgen.wire.messages import Bye, ClientMessage, Failed, Gone, Received, Result, Submit
+from diffgen.wire.messages import Bye, Cancel, ClientMessage, Failed, Gone, Received, Result, Submit
 from diffgen.wire.router import Router
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ class Outbox:
     going first; asked for again in that time, it is sent again.
 
     With a ``folder`` it also outlives this process: what is not confirmed soon is written there, and found by the next
-    one.
+    one. A thread of its own does that, since a disk may be slow and the caller's ticks must not wait for it.
     """
 
     def __init__(self, router: Router, folder: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,17 +65,15 @@ class Outbox:
         self._kept: dict[str, _Kept] = {}  # oldest first
         self._bytes = 0
         self._unwritten: dict[str, float] = {}  # when each is to be written, oldest first
+        self._changed: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids whose file is to be written or removed
         if folder is not None:
             folder.mkdir(exist_ok=True)
             for kept in sorted(_read(folder), key=lambda kept: kept.until):
                 self._keep(kept)
+            threading.Thread(target=self._store, args=(folder,), name="outbox", daemon=True).start()
 
     def send(self, client: bytes, message: Result | Failed, tensor: Any = None) -> None:
-        self._drop(message.id)
-        now = self._clock()
-        self._keep(_Kept(client, message, tensor, now + KEEP_S))
-        if self._folder is not None:
-            self._unwritten[message.id] = now + WRITE_S
+        self._add(client, message, tensor)
         self._router.send(client, message, tensor)
 
     def take(self, client: bytes, message: ClientMessage | Gone) -> bool:
@@ -86,6 +87,11 @@ class Outbox:
                 kept = self._kept[message.id]
                 self._router.send(client, kept.message, kept.tensor)
                 return True
+            case Cancel() if self._is(message.id, client) and isinstance(self._kept[message.id].message, Result):
+                # What is on its way cannot be called back, but need not be kept: its client does not want it.
+                stopped = RequestCancelled(f"request {message.id} was stopped: cancelled by its client")
+                self._add(client, Failed(message.id, stopped.info()))
+                return True
             case Bye():
                 for request_id in [each for each in self._kept if self._is(each, client)]:
                     self._drop(request_id)
@@ -98,10 +104,17 @@ class Outbox:
             self._drop(oldest.message.id)
         while self._unwritten and (first := next(iter(self._unwritten.items())))[1] <= now:
             del self._unwritten[first[0]]
-            self._write(self._kept[first[0]])
+            self._changed.put(first[0])
         due = [next(iter(self._kept.values())).until] if self._kept else []
         due += [next(iter(self._unwritten.values()))] if self._unwritten else []
         return min(due) - now if due else None
+
+    def _add(self, client: bytes, message: Result | Failed, tensor: Any = None) -> None:
+        self._drop(message.id)
+        now = self._clock()
+        self._keep(_Kept(client, message, tensor, now + KEEP_S))
+        if self._folder is not None:
+            self._unwritten[message.id] = now + WRITE_S
 
     def _keep(self, kept: _Kept) -> None:
         self._kept[kept.message.id] = kept
@@ -117,44 +130,59 @@ class Outbox:
         if kept is None:
             return
         self._bytes -= kept.size
-        if self._folder is not None and self._unwritten.pop(request_id, None) is None:
-            self._path(self._folder, request_id).unlink(missing_ok=True)
+        self._unwritten.pop(request_id, None)
+        if self._folder is not None:
+            self._changed.put(request_id)
 
-    def _write(self, kept: _Kept) -> None:
-        assert self._folder is not None
-        path = self._path(self._folder, kept.message.id)
-        head = msgspec.msgpack.encode(_Head(kept.client, kept.message, kept.until))
-        part = path.with_suffix(_PART)
-        try:
-            with part.open("wb") as file:
-                file.write(_LENGTH.pack(len(head)) + head)
-                if kept.tensor is not None:
-                    file.write(kept.tensor.data.cast("B"))
-            part.rename(path)
-        except OSError as error:
-            # It is still in memory; only a death of this process would make the request run again.
-            logger.warning("the answer to %s cannot be written: %s", kept.message.id, error)
-            part.unlink(missing_ok=True)
+    def _store(self, folder: Path) -> None:
+        """The thread: makes each file agree with what is kept now, so that one dropped while it is written goes too."""
+        while True:
+            request_id = self._changed.get()
+            kept = self._kept.get(request_id)
+            # The id is its client's own choice.
+            path = folder / hashlib.sha256(request_id.encode()).hexdigest()
+            try:
+                if kept is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    _write(path, kept)
+            except OSError as error:
+                # What is kept is still in memory; only a death of this process would make the request run again.
+                logger.warning("the file of the answer to %s cannot be changed: %s", request_id, error)
 
-    @staticmethod
-    def _path(folder: Path, request_id: str) -> Path:
-        # The id is its client's own choice.
-        return folder / hashlib.sha256(request_id.encode()).hexdigest()
+
+def _write(path: Path, kept: _Kept) -> None:
+    """Whole or not at all. Raises :class:`OSError`."""
+    head = msgspec.msgpack.encode(_Head(kept.client, kept.message, kept.until))
+    part = path.with_suffix(_PART)
+    try:
+        with part.open("wb") as file:
+            file.write(_LENGTH.pack(len(head)) + head)
+            if kept.tensor is not None:
+                file.write(kept.tensor.data.cast("B"))
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _read(folder: Path) -> list[_Kept]:
-    """What an earlier process has written; what it has begun and not ended is removed."""
+    """What an earlier process has written; what it has begun and not ended, or is damaged, is removed."""
     found = []
     for path in folder.iterdir():
-        if path.suffix == _PART:
-            path.unlink()
-            continue
-        data = path.read_bytes()
-        (length,) = _LENGTH.unpack_from(data)
-        start = _LENGTH.size + length
-        head = msgspec.msgpack.decode(data[_LENGTH.size : start], type=_Head)
-        tensor = None
-        if isinstance(head.message, Result):
-            tensor = codec.array(head.message.output.tensor, data[start:])
-        found.append(_Kept(head.client, head.message, tensor, head.until))
+        try:
+            if path.suffix != _PART:
+                found.append(_decode(path.read_bytes()))
+                continue
+        except (OSError, struct.error, ValueError, RecursionError, ProtocolError) as error:
+            logger.warning("a kept answer cannot be read, so its request would run again: %s", error)
+        path.unlink(missing_ok=True)
     return found
+
+
+def _decode(data: bytes) -> _Kept:
+    (length,) = _LENGTH.unpack_from(data)
+    start = _LENGTH.size + length
+    head = msgspec.msgpack.decode(data[_LENGTH.size : start], type=_Head)
+    tensor = codec.array(head.message.output.tensor, data[start:]) if isinstance(head.message, Result) else None
+    return _Kept(head.client, head.message, tensor, head.until)

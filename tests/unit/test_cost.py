@@ -8,6 +8,7 @@ from diffgen.params import Resolved, SamplingParams
 from diffgen.scheduler.cost import CostModel
 from diffgen.scheduler.job import Job
 from diffgen.scheduler.plan import Position, StageInfo
+from diffgen.scheduler.sharing import PIXELS_KNOWN
 
 STAGES = (StageInfo("encode", prepares=True), StageInfo("denoise", stepped=True), StageInfo("decode"))
 
@@ -129,3 +130,10 @@ def test_a_stage_that_nobody_told_of_counts_nothing() -> None:
     placed = job()
     placed.position = Position(9, "odd", 0, 1, None)
     assert cost.seconds_left(placed) == 0
+
+
+def test_only_the_latest_sizes_are_remembered() -> None:
+    cost = taught((job(), 9.0))
+    for size in range(65, 65 + PIXELS_KNOWN):
+        cost.learn_unit("denoise", [job(size=size)], 1.0)
+    assert cost.seconds_left(job(steps=1)) < 2

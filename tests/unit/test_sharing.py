@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from diffgen.scheduler.sharing import Sharing
+from diffgen.scheduler.sharing import PIXELS_KNOWN, Sharing
 
 # Seconds of 8 steps and all else of each of so many requests that came together, from docs/performance.md.
 MEASURED = {
@@ -145,3 +145,15 @@ def test_what_ran_long_before_is_not_compared() -> None:
     assert sharing.share(64, [ROWS] * 2) == 1, "at most one trial has been made, so one runs alone for the next"
     sharing.learn(64, [ROWS], 1.0)
     assert sharing.share(64, [ROWS] * 2) == 2
+
+
+def test_only_the_latest_sizes_are_remembered() -> None:
+    sharing = model(64)
+    for pixels in (64, 128):
+        serve(sharing, pixels, always(8), quiet(random.Random(0)), 1)
+        assert sharing.share(pixels, [ROWS] * 8) == 1, "one alone is next"
+    for pixels in range(1000, 1000 + PIXELS_KNOWN - 1):
+        sharing.learn(pixels, [ROWS], 1.0)
+        sharing.learn(64, [ROWS] * 8, 1.0)
+    assert sharing.share(64, [ROWS] * 8) == 1
+    assert sharing.share(128, [ROWS] * 8) == 8, "nothing is known any more"

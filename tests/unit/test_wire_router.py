@@ -29,6 +29,7 @@ from diffgen.wire.client import Connection
 from diffgen.wire.messages import (
     PROTOCOL_VERSION,
     Bye,
+    Cancel,
     Closing,
     Failed,
     Gone,
@@ -301,6 +302,13 @@ def test_an_answer_is_kept_until_its_client_has_it(served: Served) -> None:
         assert outbox.take(identity, submit)
         assert client.answer() == failed, "once more"
         assert outbox.take(identity, Received("a"))
+        outbox.send(identity, _result("a"), np.zeros(3, np.uint8))
+        assert isinstance(client.answer(), Result)
+        assert not outbox.take(b"another", Cancel("a"))
+        assert outbox.take(identity, Cancel("a")), "the result is no longer wanted"
+        assert not outbox.take(identity, Cancel("a")), "once more, of what has failed"
+        assert outbox.take(identity, submit)
+        assert client.answer().error.code == "request_cancelled"
     for leaves in (Bye(), None):
         outbox.send(b"gone", _result("a"), np.zeros(3, np.uint8))
         if leaves is None:
@@ -339,7 +347,7 @@ def test_an_answer_outlives_the_process_that_made_it(served: Served, tmp_path: P
         assert list(folder.iterdir()) == [], "most are confirmed before they are written"
         now += WRITE_S
         assert first.tend() == KEEP_S - WRITE_S
-        assert len(list(folder.iterdir())) == 2
+        wait_until(lambda: len(_whole(folder)) == 2, 10, "both are written")
         (folder / "torn.part").write_bytes(b"x")
         second = outbox()
         assert not second.take(b"another", Submit("a", SamplingParams(prompt="p")))
@@ -349,11 +357,53 @@ def test_an_answer_outlives_the_process_that_made_it(served: Served, tmp_path: P
         assert second.take(identity, Submit("../b", SamplingParams(prompt="p")))
         assert client.answer() == failed
         assert second.take(identity, Received("a"))
+        wait_until(lambda: len(_whole(folder)) == 1, 10, "its file is removed")
         third = outbox()
         assert not third.take(identity, Submit("a", SamplingParams(prompt="p"))), "it was confirmed to the second"
         now += KEEP_S
         assert third.tend() is None
-    assert list(folder.iterdir()) == []
+    wait_until(lambda: list(folder.iterdir()) == [], 10, "nothing is left")
+
+
+def test_damaged_files_are_passed_over_and_removed(
+    served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, folder, pixels = 0.0, tmp_path / "answers", np.array([1, 2, 3], np.uint8)
+    first = Outbox(served.router, folder, lambda: now)
+    first.send(b"away", _result("a"), pixels)
+    now += WRITE_S
+    first.tend()
+    wait_until(lambda: _whole(folder), 10, "it is written")
+    (good,) = _whole(folder)
+    data = good.read_bytes()
+    damaged = [b"", data[:3], data[: len(data) // 2], data[:-1], data + b"x", bytes(len(data)), os.urandom(100)]
+    for number, each in enumerate(damaged):
+        (folder / f"{number}").write_bytes(each)
+    second = Outbox(served.router, folder, lambda: now)
+    assert _whole(folder) == [good]
+    assert sum("cannot be read" in record.message for record in caplog.records) == len(damaged)
+    assert second.take(b"away", Submit("a", SamplingParams(prompt="p")))
+
+
+def test_an_answer_given_up_while_it_is_written_leaves_no_file(served: Served, tmp_path: Path) -> None:
+    now, folder = 0.0, tmp_path / "answers"
+    outbox = Outbox(served.router, folder, lambda: now)
+    for number in range(8):  # each takes a while to write, so most are given up before their turn
+        outbox.send(b"away", _result(f"{number}"), np.zeros(2**24, np.uint8))
+    now += WRITE_S
+    outbox.tend()
+    for number in range(8):
+        outbox.take(b"away", Received(f"{number}"))
+    outbox.send(b"away", _result("last"), np.zeros(3, np.uint8))
+    now += WRITE_S
+    outbox.tend()
+    wait_until(lambda: len(list(folder.iterdir())) == 1 and _whole(folder), 10, "all but the last are removed")
+    assert outbox.take(b"away", Received("last"))
+    wait_until(lambda: list(folder.iterdir()) == [], 10, "and that")
+
+
+def _whole(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix != ".part"]
 
 
 class _Answers:
@@ -394,6 +444,7 @@ def test_a_client_that_was_away_gets_its_result_from_the_next_server(tmp_path: P
         first.outbox.send(client, _result(submit.id), np.array([7, 8, 9], np.uint8))
         time.sleep(WRITE_S)
         first.outbox.tend()
+        wait_until(lambda: _whole(tmp_path / "answers"), 10, "it is written")
         first.close()
         second = _Answers(tmp_path, first.router.address, model, "second")
         proxy.mend()
