@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import threading
-from collections.abc import Iterator
 from typing import Any
 
+from local_http import Quiet, running
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
@@ -32,7 +31,7 @@ def values(span: Any) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
 
 
-class _Collect(http.server.BaseHTTPRequestHandler):
+class _Collect(Quiet):
     server: Collector
 
     def do_POST(self) -> None:
@@ -43,13 +42,6 @@ class _Collect(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def log_message(self, *_: Any) -> None:
-        pass
 
-
-@contextlib.contextmanager
-def collecting() -> Iterator[Collector]:
-    with Collector() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+def collecting() -> contextlib.AbstractContextManager[Collector]:
+    return running(Collector())

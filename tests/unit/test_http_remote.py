@@ -11,7 +11,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from local_http import Quiet, running
 from PIL import Image
 
 from diffgen.errors import InvalidRequest
@@ -41,7 +41,7 @@ class Site(http.server.ThreadingHTTPServer):
         self.sent: dict[str, str] = {}
 
 
-class _Answer(http.server.BaseHTTPRequestHandler):
+class _Answer(Quiet):
     server: Site
 
     def do_GET(self) -> None:
@@ -65,21 +65,6 @@ class _Answer(http.server.BaseHTTPRequestHandler):
                     time.sleep(0.1)
             self.wfile.write(b"<html>" if kind == "page" else self.server.content)
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving(site: Site) -> Iterator[Site]:
-    thread = threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield site
-    finally:
-        site.shutdown()
-        thread.join()
-        site.server_close()
-
 
 def png() -> bytes:
     file = io.BytesIO()
@@ -89,7 +74,7 @@ def png() -> bytes:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with serving(Site(content=png())) as site:
+    with running(Site(content=png())) as site:
         yield site
 
 
@@ -123,7 +108,7 @@ def test_a_picture_is_fetched_and_read(site: Site, monkeypatch: pytest.MonkeyPat
 
 def test_off_unless_allowed_and_only_what_is(site: Site) -> None:
     assert "addresses are not fetched" in refusal(f"{site.url}/a.png")[1]
-    with serving(Site(content=png())) as other:
+    with running(Site(content=png())) as other:
         for address, places in (
             (other.url, [place(site)]),
             (other.url, ["public"]),
@@ -157,7 +142,7 @@ def test_off_unless_allowed_and_only_what_is(site: Site) -> None:
 
 
 def test_each_redirect_is_checked(site: Site) -> None:
-    with serving(Site(content=png())) as inner:
+    with running(Site(content=png())) as inner:
         code, message = refusal(f"{site.url}/to?{inner.url}/a.png", place(site))
         assert code == "url_not_allowed"
         assert inner.url in message
@@ -201,7 +186,7 @@ def test_a_name_is_looked_up_once(site: Site, monkeypatch: pytest.MonkeyPatch) -
         return look_up(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
-    with serving(Site("127.0.0.2", site.port)) as inner:
+    with running(Site("127.0.0.2", site.port)) as inner:
         assert fetch(f"http://turns.example:{site.port}/a.png", place(site)) == png()
         assert (len(asked), inner.seen) == (1, [])
         assert site.sent["host"] == f"turns.example:{site.port}"

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from processes import wait_until
 from proxy import Proxy
+from raw_client import PREFIX, Raw
 
 from diffgen.args import ListenArgs
 from diffgen.errors import ConnectionFailed, GenerationError, StartFailed
@@ -41,11 +41,9 @@ from diffgen.wire.messages import (
     Submit,
     Welcome,
 )
-from diffgen.wire.router import USER, Router
+from diffgen.wire.router import Router
 
 TOKEN = "s3cret"
-_PREFIX = bytes(codec.encode(Hello())[0])
-_DECODER = codec.server_message_decoder()
 
 
 class Served:
@@ -82,44 +80,6 @@ def served(tmp_path: Path, model: ModelSpec) -> Iterator[Served]:
     server.close()
 
 
-class Raw:
-    """A client of bare frames."""
-
-    def __init__(self, address: str, token: str | None = None) -> None:
-        self.tensors: list[bytes] = []  # of the last answer
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDTIMEO, 2000)
-        if token is not None:
-            self.socket.setsockopt(zmq.PLAIN_USERNAME, USER.encode())
-            self.socket.setsockopt(zmq.PLAIN_PASSWORD, token.encode())
-        self.socket.connect(address)
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def send(self, *frames: bytes) -> None:
-        self.socket.send_multipart(frames)
-
-    def answer(self, seconds: float = 5) -> Any:
-        while self.socket.poll(int(1000 * seconds)):
-            prefix, body, *self.tensors = self.socket.recv_multipart()
-            message = codec.decode([prefix, body], _DECODER)
-            if not isinstance(message, Ping):
-                return message
-        return None
-
-    def hello(self, seconds: float = 5) -> Any:
-        try:
-            self.send(_PREFIX, msgspec.msgpack.encode(Hello()))
-        except zmq.Again:
-            return None  # refused already: there is no connection to send on
-        return self.answer(seconds)
-
-
 class Evil:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -136,15 +96,15 @@ def test_malformed_messages_are_counted_and_nothing_else(served: Served, tmp_pat
         (b"\0" * 1000,),
         (b"",) * 50,
         (b"", b""),
-        (_PREFIX,),
-        (_PREFIX, b""),
-        (_PREFIX, b"\xc1"),
-        (_PREFIX, pickle.dumps(Evil(marker))),
+        (PREFIX,),
+        (PREFIX, b""),
+        (PREFIX, b"\xc1"),
+        (PREFIX, pickle.dumps(Evil(marker))),
         (pickle.dumps(Evil(marker)),),
-        (_PREFIX, msgspec.msgpack.encode(Hello()), b"a third frame"),
-        (_PREFIX, msgspec.msgpack.encode({"type": "Shutdown"})),
-        (_PREFIX, msgspec.msgpack.encode(Closing())),
-        (_PREFIX, b"\x91" * 50_000),
+        (PREFIX, msgspec.msgpack.encode(Hello()), b"a third frame"),
+        (PREFIX, msgspec.msgpack.encode({"type": "Shutdown"})),
+        (PREFIX, msgspec.msgpack.encode(Closing())),
+        (PREFIX, b"\x91" * 50_000),
     ]
     with Raw(served.private) as client:
         for frames in bad:
@@ -168,7 +128,7 @@ def test_a_client_of_another_version_is_told(served: Served) -> None:
 
 def test_an_oversized_message_costs_its_sender_the_connection(served: Served) -> None:
     with Raw(served.private) as client, Raw(served.private) as other:
-        client.send(_PREFIX, b"x" * (codec.MAX_BODY + 1))
+        client.send(PREFIX, b"x" * (codec.MAX_BODY + 1))
         assert isinstance(other.hello(), Welcome)
     assert served.seen == [Hello()]
 
