@@ -7,7 +7,7 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -34,7 +34,7 @@ _RETRY_S = 0.5
 # The server says every 15 s that it is still there.
 _SILENCE_S = 60.0
 _MAX_TENSOR = 2**40
-_CLOSE_S = 2.0  # for the server to say which requests are to be cancelled
+_CLOSE_S = 2.0  # for a server that hangs to say which requests are to be cancelled, and to cancel them
 
 
 class HttpConnection:
@@ -59,7 +59,8 @@ class HttpConnection:
         self._lock = threading.Lock()
         self._remote: dict[str, str] = {}  # the server's ids
         self._cancelled: set[str] = set()
-        self._threads: dict[str, threading.Thread] = {}  # by request, as long as they run
+        self._threads: dict[str, threading.Thread] = {}  # by name, as long as they run
+        self._ended = threading.Event()
         self._model = ""
 
     def wait_ready(self, timeout: float) -> ModelSpec:
@@ -81,11 +82,23 @@ class HttpConnection:
     def submit(self, params: SamplingParams) -> GenerationHandle:
         """Send a request. Raises what ended the connection, if it has ended."""
         handle = self._unanswered.begin(params, self.cancel)
-        thread = threading.Thread(target=self._run, args=(handle,), name=f"request-{handle.id}", daemon=True)
-        with self._lock:
-            self._threads[handle.id] = thread
-        thread.start()
+        self._start(f"request-{handle.id}", self._run, handle)
         return handle
+
+    def _start(self, name: str, run: Callable[..., None], *arguments: Any) -> None:
+        """In a thread, for which :meth:`close` waits."""
+
+        def body() -> None:
+            try:
+                run(*arguments)
+            finally:
+                with self._lock:
+                    self._threads.pop(name, None)
+
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        with self._lock:
+            self._threads[name] = thread
+        thread.start()
 
     def cancel(self, request_id: str) -> None:
         """Ask the server to cancel; the handle ends when it says so."""
@@ -93,7 +106,7 @@ class HttpConnection:
             self._cancelled.add(request_id)
             remote = self._remote.get(request_id)
         if remote is not None:
-            threading.Thread(target=self._cancel_remote, args=(remote,), daemon=True).start()
+            self._start(f"cancel-{request_id}", self._cancel_remote, remote)
 
     def _cancel_remote(self, remote: str) -> None:
         with contextlib.suppress(DiffgenError):
@@ -109,13 +122,10 @@ class HttpConnection:
 
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
-        handles = self._unanswered.end(error)
-        # One whose id the server has not told by now has ended before it does: its own thread sees that, and cancels.
-        with self._lock:
-            remote = dict(self._remote)
-        for handle in handles:
-            if handle.id in remote:
-                self._cancel_remote(remote[handle.id])
+        # One whose id the server has not told by now is cancelled by its own thread, once it is told.
+        for handle in self._unanswered.end(error):
+            self.cancel(handle.id)
+        self._ended.set()
 
     def close(self) -> None:
         """Cancel what is pending and close the connections."""
@@ -162,17 +172,18 @@ class HttpConnection:
                     rule = f"no server has answered at {self.address} for {self.patience:g} s"
                     raise ConnectionFailed(f"{rule}: {reason}")
                 handle.publish(Restarting(handle.id))
-                time.sleep(_RETRY_S)
+                self._ended.wait(_RETRY_S)
         except DiffgenError as error:
             self._unanswered.fail(handle.id, error)
         except Exception as error:
             # The border of the thread: without it nobody would answer who waits.
             self._unanswered.fail(handle.id, ConnectionFailed(f"the connection to {self.address} broke: {error!r}"))
+            if not self._ended.is_set():  # by which its sockets break
+                raise
         finally:
             with self._lock:
                 self._remote.pop(handle.id, None)
                 self._cancelled.discard(handle.id)
-                self._threads.pop(handle.id, None)
 
     def _events(self, handle: GenerationHandle) -> Iterator[tuple[Any, bytes | None]]:
         values = {name: value for name, value in msgspec.structs.asdict(handle.params).items() if value is not None}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import http.server
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+from local_http import Quiet, running
 
 from diffgen.errors import ServerClosed
+from diffgen.handle import Restarting
 from diffgen.params import SamplingParams
+from diffgen.wire import http as wire_http
 from diffgen.wire.http import HttpConnection
 
 
@@ -22,10 +26,12 @@ class Slow(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked, self.may_answer, self.cancelled = threading.Event(), threading.Event(), threading.Event()
+        self.may_cancel = threading.Event()
+        self.may_cancel.set()
         self.cancels: list[str] = []
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: Slow
     protocol_version = "HTTP/1.1"
 
@@ -42,22 +48,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self.server.cancels.append(self.path)
+        self.server.may_cancel.wait(10)
         self.server.cancelled.set()
         self.send_response(200)
         self.send_header("content-length", "2")
         self.end_headers()
         self.wfile.write(b"{}")
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    with Slow() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with running(Slow()) as server:
         yield server
-        server.shutdown()
+        server.may_answer.set()
 
 
 @pytest.mark.timeout(30)
@@ -78,3 +81,27 @@ def test_closing_cancels_a_request_also_before_its_id_is_known(slow: Slow, known
         handle.result(0)
     assert slow.cancelled.is_set()
     assert set(slow.cancels) == {"/v1/requests/theirs"}
+
+
+@pytest.mark.timeout(30)
+def test_closing_does_not_wait_for_a_server_that_hangs_or_is_gone(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = HttpConnection(slow.url)
+    slow.may_cancel.clear()
+    slow.may_answer.set()
+    handles = [connection.submit(SamplingParams(prompt="a")) for _ in range(3)]
+    while len(connection._remote) < 3:
+        pass
+    began = time.monotonic()
+    connection.close()
+    assert time.monotonic() - began < 5, "not for each of them"
+    slow.may_cancel.set()
+    monkeypatch.setattr(wire_http, "_RETRY_S", 20)
+    gone = HttpConnection("http://127.0.0.1:1")
+    handles.append(gone.submit(SamplingParams(prompt="a")))
+    assert isinstance(next(handles[-1].events()), Restarting)
+    began = time.monotonic()
+    gone.close()
+    assert time.monotonic() - began < 1.5, "it is not tried once more"
+    for handle in handles:
+        with pytest.raises(ServerClosed):
+            handle.result(0)
