@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import os
 import shutil
 import threading
@@ -46,6 +47,8 @@ from diffgen.wire.messages import (
     Welcome,
 )
 from diffgen.wire.router import Router
+
+logger = logging.getLogger(__name__)
 
 _MOST_SERVED = 4096
 
@@ -188,6 +191,7 @@ class DataParallelController:
                 pass
         except BaseException as error:
             # The border of the thread: without it, those who wait would wait for ever.
+            logger.exception("the controller failed")
             self._give_up(ServerError(f"the controller failed: {type(error).__name__}: {error}"))
         assert self._router is not None
         self._router.close(Closing())
@@ -248,8 +252,11 @@ class DataParallelController:
                 self._submit(client, message)
             case Cancel():
                 job = self._jobs.get(message.id)
+                replica = self._served.get(message.id)
                 if job is not None and job.client == client:
                     self._cancel(message.id, "cancelled by its client")
+                elif replica in self._backends:
+                    self._backends[replica].send(message)  # it keeps the result
             case Bye():
                 self._leave(client)
             case Abort():

@@ -16,6 +16,7 @@ import pytest
 import zmq
 from processes import leftovers, rank_processes, read_line, run_root, script, shared_memory, wait_until
 from proxy import Proxy
+from raw_client import Raw
 
 from diffgen import DiffGenerator
 from diffgen.errors import (
@@ -31,9 +32,9 @@ from diffgen.errors import (
     WorkerDied,
 )
 from diffgen.handle import GenerationHandle, Restarting
-from diffgen.params import Limits
+from diffgen.params import Limits, SamplingParams
 from diffgen.server.outbox import WRITE_S
-from diffgen.wire.messages import Progress
+from diffgen.wire.messages import Cancel, Failed, Progress, Received, Result, Submit, Welcome
 
 FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
 LONG = {**FAST, "num_inference_steps": 900}
@@ -435,6 +436,40 @@ def test_results_outlive_the_ranks(listening: DiffGenerator) -> None:
         status = listening.status()
         assert status.restarts == restarts + 1
         assert status.units["decode"] == units, "neither ran again"
+
+
+@pytest.mark.slow
+def test_cancel_while_the_result_is_on_its_way(listening: DiffGenerator) -> None:
+    """A client that does not read has its result stuck in the server. Its cancel, told twice, runs nothing and takes no
+    other's answer; the result, which nobody can call back, stays the only answer, and is not kept: asked for once more,
+    the request has been cancelled."""
+    assert listening.address is not None
+    sizes = {"width": 256, "height": 256, "num_frames": 1, "num_outputs_per_prompt": 16}
+    asked = Submit("sending", SamplingParams(prompt="a", num_inference_steps=1, guidance_scale=1.0, seed=1, **sizes))
+    good = listening.generate("a", seed=1, **FAST).pixels
+    before = listening.status()
+    # The result is twice what the sockets take unread.
+    with Raw(listening.address, TOKEN, {zmq.RCVHWM: 1, zmq.RCVBUF: 4096}) as client:
+        assert isinstance(client.hello(), Welcome)
+        client.tell(asked)
+        wait_until(lambda: listening.status(60).finished["done"] == before.finished["done"] + 1, 60, "it is made")
+        for _ in range(2):
+            client.tell(Cancel("sending"))
+        assert np.array_equal(listening.generate("a", seed=1, timeout=60, **FAST).pixels, good)
+        answers = [client.answer(30)]
+        while not isinstance(answers[-1], Result | Failed | None):
+            answers.append(client.answer(30))
+        assert isinstance(answers[-1], Result)
+        assert len(client.tensors[0]) == 16 * 256 * 256 * 3
+        assert client.answer(1) is None
+        client.tell(asked)
+        again = client.answer()
+        assert isinstance(again, Failed)
+        assert again.error.code == "request_cancelled"
+        client.tell(Received("sending"))
+    after = listening.status()
+    assert after.finished == {**before.finished, "done": before.finished["done"] + 2}, "both were made, once"
+    assert after.malformed == before.malformed
 
 
 def test_a_generator_left_open_is_closed_at_exit(tiny_wan: Path, root: Path) -> None:

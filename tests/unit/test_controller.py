@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import queue
 import time
+from typing import Any
 
 import pytest
+from raw_client import Raw
 
-from diffgen.args import RunArgs, ServerArgs
-from diffgen.errors import DiffgenError, ServerClosed, WorkerDied
+from diffgen.args import ListenArgs, RunArgs, ServerArgs
+from diffgen.errors import DiffgenError, GenerationError, ServerClosed, WorkerDied
+from diffgen.params import ModelSpec, SamplingParams
 from diffgen.server.controller import DataParallelController
 from diffgen.wire.client import Connection
+from diffgen.wire.messages import Cancel, Closing, Failed, Submit, Welcome
+from diffgen.wire.router import Router
 
 
 def test_replicas_that_give_up_before_their_first_answer_end_it() -> None:
@@ -30,3 +35,26 @@ def test_replicas_that_give_up_before_their_first_answer_end_it() -> None:
     finally:
         client.close()
         controller.stop()
+
+
+def test_a_cancel_of_what_is_on_its_way_is_passed_on(model: ModelSpec) -> None:
+    """The replica keeps the answer."""
+    controller = DataParallelController(ServerArgs(run=RunArgs(device="cpu")))
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    replica = Router(controller._supervisors[0].socket, ListenArgs(), inbox)
+    controller._open()
+    try:
+        with Raw(controller.socket) as client:
+            ours, _ = inbox.get(timeout=5)
+            replica.send(ours, Welcome("epoch", model))
+            assert isinstance(client.hello(), Welcome)
+            client.tell(Submit("a", SamplingParams(prompt="p")))
+            assert inbox.get(timeout=5)[1].id == "a"
+            replica.send(ours, Failed("a", GenerationError("by design").info()))
+            assert isinstance(client.answer(), Failed)
+            client.tell(Cancel("never heard of"))
+            client.tell(Cancel("a"))
+            assert inbox.get(timeout=5) == (ours, Cancel("a"))
+    finally:
+        controller.stop()
+        replica.close(Closing())
