@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -12,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from diffgen.errors import DiffgenError
+from diffgen.errors import DiffgenError, InvalidRequest
+from diffgen.fields import nearest_name
 from diffgen.http import health, images, models, native, page, schema, videos
 from diffgen.http.args import HttpArgs, is_loopback, names
 from diffgen.http.errors import HttpError, from_diffgen, internal_error
@@ -32,7 +34,8 @@ async def metrics(request: Request) -> Response:
 
 def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     """What a server runs."""
-    app = FastAPI(docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
+    # FastAPI's own pages load scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_unknown)])
     app.state.service, app.state.probe = service, health.Probe()
     for routes in (images, videos, models, native, health, page):
         app.include_router(routes.router)
@@ -52,6 +55,16 @@ def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     return CORSMiddleware(
         guarded, list(access.origins), allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
     )
+
+
+async def _refuse_unknown(request: Request) -> None:
+    """Of the parameters in an address under /v1. Raises :class:`InvalidRequest`."""
+    if not request.url.path.startswith("/v1/") or service_of(request).ignores_unknown:
+        return
+    known = inspect.signature(request.scope["endpoint"]).parameters.keys() - {"request", *request.path_params}
+    for name in request.query_params.keys() - known:
+        remedy = nearest_name(name, known) if known else "this address takes none"
+        raise InvalidRequest(f"unknown parameter {name!r:.100}; {remedy}", code="unknown_parameter", param=name)
 
 
 def _hosts(args: HttpArgs) -> tuple[str, ...] | None:
@@ -79,8 +92,11 @@ def _as_http(request: Request, error: Exception) -> HttpError:
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            allowed = f"{request.url.path} takes {headers.get('allow', 'other methods')}, not {request.method}"
-            return HttpError(405, "method_not_allowed", allowed, headers=headers)
+            methods = set(names(headers.get("Allow")))
+            # The guard makes a GET of a HEAD.
+            takes = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+            rule = f"{request.url.path} takes {takes}, not {request.method}"
+            return HttpError(405, "method_not_allowed", rule, headers={"Allow": takes})
         if error.status_code == 404:
             return HttpError(404, "unknown_route", f"there is no {request.url.path[:200]} here; see /openapi.json")
         return HttpError(error.status_code, "invalid_request", str(error.detail), headers=headers)

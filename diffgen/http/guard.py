@@ -100,6 +100,8 @@ class Guard:
         exchange = Exchange(f"req_{uuid.uuid4().hex}", time.monotonic())
         scope.setdefault("state", {})["exchange"] = exchange
         headers = Headers(scope=scope)
+        # A HEAD is answered as a GET, of which the server that calls this leaves out the body.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -114,9 +116,9 @@ class Guard:
             exchange.notes["code"] = error.code
             await error.response()(scope, receive, send_marked)
         else:
-            await self._app(scope, limited, send_marked)
+            await self._app(asked, limited, send_marked)
         finally:
-            self._end(scope, exchange, headers)
+            self._end({**asked, "method": scope["method"]}, exchange, headers)
 
     def _end(self, scope: Scope, exchange: Exchange, headers: Headers) -> None:
         if exchange.trace is not None:

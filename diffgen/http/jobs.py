@@ -23,6 +23,7 @@ from diffgen.errors import (
     WorkerDied,
 )
 from diffgen.handle import Event, GenerationHandle, Preview, is_final
+from diffgen.http.errors import from_diffgen
 from diffgen.http.metrics import Metrics
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Trace
@@ -92,6 +93,10 @@ class VideoJobs:
         live = self._live.get(stored.id)
         return stored if live is None or stored.status in ("completed", "failed") else live.job
 
+    async def knows(self, key: str | None) -> bool:
+        """Whether an Idempotency-Key has made a job."""
+        return key is not None and await asyncio.to_thread(self._store.of_key, key) is not None
+
     async def create(self, job: Job, generator: DiffGenerator, trace: Trace | None) -> Job:
         """Store a job, then run it; returns the one that its Idempotency-Key has made before, if any."""
         stored = await asyncio.to_thread(self._store.add, job)
@@ -149,7 +154,7 @@ class VideoJobs:
                 live.handle.cancel()  # where it was the store that failed, the work goes on
             # What ended with the server runs again in the next one.
             if not (isinstance(error, ServerClosed | ConnectionFailed) or (error.retryable and self.stopping)):
-                await self._fail(live, error.code, error.message)
+                await self._fail(live, error.code, from_diffgen(error).message)
         except Exception as error:  # the border of the task: nobody else would end the job
             failure = "internal_error"
             logger.exception("a video job failed", extra={"video": live.job.id})

@@ -16,10 +16,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from diffgen.errors import error_from
 from diffgen.handle import Event, Preview
 from diffgen.http import schema
 from diffgen.http.bodies import parse_json
-from diffgen.http.errors import json_response
+from diffgen.http.errors import from_diffgen, json_response
 from diffgen.http.guard import exchange_of
 from diffgen.http.images import note_params
 from diffgen.http.service import service_of
@@ -102,7 +103,10 @@ def _frames(event: Event) -> list[bytes | memoryview]:
             tensor=_header(event.raw),
         )
         return codec.encode(messages.Result(event.id, output), event.raw)
-    if isinstance(event, messages.Accepted | messages.Progress | messages.Failed):
+    if isinstance(event, messages.Failed):
+        told = from_diffgen(error_from(event.error)).message
+        return codec.encode(messages.Failed(event.id, msgspec.structs.replace(event.error, message=told)))
+    if isinstance(event, messages.Accepted | messages.Progress):
         return codec.encode(event)
     return []  # the ranks are started again: nothing that a client can do about it
 

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from diffgen.api import DiffGenerator
-from diffgen.errors import DiffgenError
+from diffgen.errors import DiffgenError, ServerError
 from diffgen.http.app import create_app
 from diffgen.http.args import HttpArgs, is_loopback
 from diffgen.http.listen import data_folder
@@ -74,15 +74,27 @@ class _Server(uvicorn.Server):
 
     async def work(self, listener: socket.socket, limits: Limits, options: dict[str, Any]) -> int:
         """Returns the exit code. Raises why the model could not be loaded, or has gone."""
-        loading = asyncio.create_task(self._load(limits, options))
-        watching = asyncio.create_task(self._watch())
+        tasks = [asyncio.create_task(self._load(limits, options)), asyncio.create_task(self._watch())]
+        for task in tasks:
+            task.add_done_callback(self._ended)
         await self.serve(sockets=[listener])
-        loading.cancel()
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         await self._end()
         if self._service.failure is not None:
             raise self._service.failure
         return self._code
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Without its tasks the server would neither become ready nor end."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, DiffgenError):
+            logger.error("the server failed", exc_info=error)
+            error = ServerError(f"the server failed: {type(error).__name__}: {error}")
+        self._service.failure = error
+        self.should_exit = True
 
     async def _load(self, limits: Limits, options: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
@@ -107,12 +119,7 @@ class _Server(uvicorn.Server):
 
         # A daemon, so that a load that takes long cannot hold up the end; the ranks see that this process is gone.
         threading.Thread(target=load, name="load", daemon=True).start()
-        try:
-            generator = await loaded
-        except DiffgenError as error:
-            self._service.failure = error
-            self.should_exit = True
-            return
+        generator = await loaded
         await self._service.open(generator)
         print(f"diffgen: {generator.model.name} is ready", file=sys.stderr, flush=True)
 

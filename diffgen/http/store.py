@@ -116,10 +116,12 @@ class Store:
         encoded = msgspec.json.encode(job)
         statement = "INSERT INTO videos (id, key, status, job) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING"
         self._all(statement, job.id, job.key, job.status, encoded)
-        if job.key is None:
-            return job
-        ((stored,),) = self._all("SELECT job FROM videos WHERE key = ?", job.key)
-        return _job(stored)
+        return (None if job.key is None else self.of_key(job.key)) or job
+
+    def of_key(self, key: str) -> Job | None:
+        """The job that an Idempotency-Key has made."""
+        found = self._all("SELECT job FROM videos WHERE key = ?", key)
+        return _job(found[0][0]) if found else None
 
     def update(self, job: Job) -> None:
         """Store what has become of a job; of one that was deleted meanwhile, remove the files."""

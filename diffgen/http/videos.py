@@ -39,7 +39,9 @@ async def create(request: Request) -> Response:
     """Begin a clip. It is stored before it runs, and runs again after a restart."""
     service = service_of(request)
     generator = service.accepting()
-    if len(service.jobs) >= service.limits.queue:
+    key = idempotency_key(request)
+    # One that has made its job already gets it, whatever else waits.
+    if len(service.jobs) >= service.limits.queue and not await service.jobs.knows(key):
         rule = f"this server's limit is {service.limits.queue}; try again later"
         raise QueueFull(f"{len(service.jobs)} clips are waiting or running, and {rule}")
     values = await read_body(request, known_fields(VideoOptions), forms=True)
@@ -64,7 +66,7 @@ async def create(request: Request) -> Response:
         params=resolved.params,
         created_at=time.time(),
         warnings=(*warnings, *resolved.warnings),
-        key=idempotency_key(request),
+        key=key,
         digest=fingerprint(values),
         trace={} if trace is None else trace.headers,
     )

@@ -51,7 +51,6 @@ def run(descriptor: int) -> NoReturn:
         _serve(start, pipe, watch, stops)
     except BaseException as error:
         # The border of the process: the parent must learn the reason before it sees the pipe close.
-        logger.debug("rank %d ends", start.rank, exc_info=True)
         _fail(pipe, error, watch.started)
     _exit(0)
 
@@ -72,6 +71,9 @@ def quieten(log_level: str) -> None:
 
 def _fail(pipe: Pipe[ToRank], error: BaseException, started: bool) -> NoReturn:
     pipe.send(RankError(_as_diffgen_error(error, started).info()))
+    # What keeps it from starting is mostly the model's fault or the machine's, and told in a line.
+    level = logging.ERROR if started and not isinstance(error, DiffgenError) else logging.DEBUG
+    logger.log(level, "the rank ends", exc_info=error)
     _exit(1)
 
 

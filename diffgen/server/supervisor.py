@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import shutil
 import tempfile
@@ -19,6 +20,8 @@ from diffgen.server.launcher import Launcher
 from diffgen.server.pipe import Place
 from diffgen.server.replica import RankStatus, Replica
 from diffgen.wire.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
 
 ALONE = Place()
 _MAX_FOLDER = 80  # of the 107 bytes that the system allows for a socket's path; macOS 103
@@ -115,6 +118,7 @@ class Supervisor:
             failure = self._live()
         except BaseException as error:
             # The border of the thread: without it, those who wait would wait for ever.
+            logger.exception("the supervisor failed")
             failure = ServerError(f"the supervisor failed: {type(error).__name__}: {error}")
             if self._replica is not None:
                 self._replica.kill()

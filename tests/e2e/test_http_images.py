@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+import json
 import socket
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -266,6 +269,31 @@ def test_error_in_a_stream(http_server: Server) -> None:
     reader.join(30)
     assert isinstance(found[-1], openai.APIError)
     assert found[-1].code == "request_cancelled"
+
+
+def test_a_fault_of_the_server_in_a_stream(http_server: Server) -> None:
+    """Such as a trigger in its database, which somebody else has put there: an event tells of it, or a 500, and the log
+    says what it was."""
+    (database,) = http_server.root.glob("diffgen-serve-*/jobs.sqlite")
+    asked = {**SMALL, "response_format": "url"}
+    trigger = "CREATE TRIGGER broken BEFORE INSERT ON images BEGIN SELECT RAISE(ABORT, 'on purpose'); END"
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute(trigger)
+        try:
+            streamed, whole = http_server.post({**asked, "stream": True}), http_server.post(asked)
+        finally:
+            other.execute("DROP TRIGGER broken")
+    assert streamed.status_code == 200
+    _, _, event = streamed.text.rpartition("event: error\ndata: ")
+    assert event.endswith("}\n\n")
+    assert (json.loads(event)["type"], json.loads(event)["error"]["code"]) == ("error", "internal_error")
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal_error")
+    assert "on purpose" not in streamed.text + whole.text
+    told = f"a stream failed request_id={streamed.headers['x-request-id']}"
+    wait_until(lambda: any(told in line for line in http_server.lines), 5, "the log has it")
+    assert any("IntegrityError: on purpose" in line for line in http_server.lines)
+    assert http_server.post({**asked, "stream": True}).text.count("event: image_generation.completed") == 1
+    assert http_server.http.get("/v1/status").json()["requests"] == []
 
 
 _MANY = {"num_inference_steps": 900}

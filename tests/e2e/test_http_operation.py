@@ -59,6 +59,39 @@ def test_other_names_and_other_sites_are_refused(http_server: Server) -> None:
     assert http_server.http.post("/v1/videos", files=form, headers={"origin": "null"}).status_code == 403
 
 
+def test_head_is_get_without_the_body(http_server: Server) -> None:
+    document = http_server.http.get("/openapi.json").json()
+    (made,) = http_server.post({**SMALL, "response_format": "url"}).json()["data"]
+    for path in [*document["paths"], "/", "/page.js", "/openapi.json", "/nothing", made["url"]]:
+        got, head = (http_server.http.request(method, path) for method in ("GET", "HEAD"))
+        assert head.status_code == got.status_code
+        assert head.content == b""
+        assert head.headers.keys() == got.headers.keys()
+        if path not in ("/metrics", "/v1/status"):  # which tell of something else each time
+            assert head.headers["content-length"] == str(len(got.content))
+    assert not any("head" in operations for operations in document["paths"].values())
+    assert http_server.http.head("/v1/images/generations").headers["allow"] == "POST"
+    assert http_server.http.put("/health").headers["allow"] == "GET, HEAD"
+    assert http_server.http.put("/health").json()["error"]["message"] == "/health takes GET, HEAD, not PUT"
+    assert http_server.metric("diffgen_http_requests_total", route="/health", method="HEAD", code="200") == 1
+    with httpx2.Client(base_url=http_server.url) as stranger:
+        assert [stranger.head(path).status_code for path in ("/health", "/v1/models")] == [200, 401]
+
+
+def test_unknown_parameters_of_an_address_are_refused(http_server: Server) -> None:
+    for method, path, remedy in (
+        ("GET", "/v1/videos?limt=2", "did you mean 'limit'?"),
+        ("GET", "/v1/videos/a/content?thumbnail=1", "known: variant"),
+        ("GET", "/v1/models?limit=2", "this address takes none"),
+        ("POST", "/v1/images/generations?seed=1", "this address takes none"),
+    ):
+        answer = http_server.http.request(method, path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unknown_parameter")
+        assert error["message"].endswith(remedy)
+    assert http_server.http.get("/health?from=balancer").status_code == 200
+
+
 def test_large_bodies_are_refused_without_being_read(http_server: Server) -> None:
     parent = psutil.Process(http_server.process.pid)
     before = parent.memory_info().rss
@@ -169,6 +202,7 @@ def test_a_life_with_deaths(tiny_wan: Path) -> None:
             (rank,) = rank_processes(root)
             os.kill(rank.pid, signal.SIGKILL)
             wait_until(lambda: server.http.get("/health").status_code == 503, 5, "health says so")
+            assert str(root) not in server.http.get("/v1/status").text
             wait_until(lambda: server.http.get("/health").status_code == 200, 150, "the rank is back")
             other.join(150)
             assert waiting[0].status_code == 200, "a request survives the death"

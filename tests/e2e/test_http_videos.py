@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -198,12 +199,18 @@ def test_idempotency_key(http_server: Server) -> None:
 
 def test_a_full_queue_is_told_with_a_time(http_server: Server) -> None:
     """The limit is 24: what is over it is refused, the others are answered, nothing is left."""
-    answers = [http_server.post({**LONG, "num_frames": 5, "seed": seed}, "/v1/videos") for seed in range(26)]
+
+    def post(seed: int) -> httpx2.Response:
+        key = {"Idempotency-Key": f"full {seed}"}
+        return http_server.post({**LONG, "num_frames": 5, "seed": seed}, "/v1/videos", headers=key)
+
+    answers = [post(seed) for seed in range(26)]
     assert [answer.status_code for answer in answers] == [200] * 24 + [503] * 2
     error = answers[-1].json()["error"]
     assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
     assert int(answers[-1].headers["retry-after"]) >= 1
     assert answers[-1].headers["x-should-retry"] == "true"
+    assert post(3).json()["id"] == answers[3].json()["id"], "of a job that is here already"
     image = http_server.post(SMALL)
     assert (image.status_code, image.json()["error"]["code"]) == (503, "queue_full")
     began = time.monotonic()

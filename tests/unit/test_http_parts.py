@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import resource
@@ -25,21 +26,26 @@ from diffgen.errors import (
     OutOfMemory,
     OutputError,
     QueueFull,
+    ServerError,
     StartFailed,
     WorkerDied,
 )
+from diffgen.http.app import create_app
 from diffgen.http.args import HttpArgs, is_loopback, names, read_api_keys
 from diffgen.http.bodies import _form_values, parse_json
 from diffgen.http.errors import HttpError, from_diffgen
 from diffgen.http.guard import Access
 from diffgen.http.health import troubles
 from diffgen.http.jobs import percent
+from diffgen.http.listen import listen
 from diffgen.http.params import ImageOptions, as_clip, check_image, known_fields, quality_of, split
 from diffgen.http.schema import request_schema
+from diffgen.http.server import _Server
+from diffgen.http.service import Service
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Traces
 from diffgen.logs import about, set_up_logs
-from diffgen.params import ModelSpec, SamplingParams
+from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.server.pipe import Ready
 from diffgen.server.replica import RankStatus
 from diffgen.wire.messages import Progress
@@ -65,6 +71,31 @@ def test_errors_as_answers(error: DiffgenError, status: int, retry: str | None) 
     assert answer.headers.get("retry-after") == retry
     assert answer.headers["x-should-retry"] == ("false" if retry is None else "true")
     assert json.loads(bytes(answer.body))["error"]["code"] == error.code
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no server is connected at ipc:///tmp/diffgen-x/s", "no server is connected at (path)"),
+        ("rank 0: no model at '/srv/my models/x'; give another", "rank 0: no model at '(path)'; give another"),
+        ("cannot open /usr/lib/a.so: no such file", "cannot open (path): no such file"),
+        ("1/2 of http://a.example/b or tcp://127.0.0.1:5", "1/2 of http://a.example/b or tcp://127.0.0.1:5"),
+    ],
+)
+def test_no_path_of_the_server_is_told(message: str, told: str) -> None:
+    assert from_diffgen(WorkerDied(message)).message == told
+    assert from_diffgen(InvalidRequest(message)).message == message, "it is the client's own"
+
+
+@pytest.mark.timeout(60)
+def test_a_server_ends_where_one_of_its_tasks_fails(tmp_path: Path) -> None:
+    """As by a mistake in it, which no client and nobody at the terminal would learn otherwise."""
+    args = HttpArgs(port=0)
+    service = Service(args, Limits(), Store(tmp_path))
+    server = _Server(service, create_app(service, ()))
+    with listen(args) as listener, pytest.raises(ServerError, match=r"the server failed: TypeError: .*limits"):
+        asyncio.run(server.work(listener, Limits(), {"limits": Limits()}))
+    service.close()
 
 
 def test_json_bodies() -> None:
