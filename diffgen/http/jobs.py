@@ -95,7 +95,7 @@ class VideoJobs:
 
     async def knows(self, key: str | None) -> bool:
         """Whether an Idempotency-Key has made a job."""
-        return key is not None and await asyncio.to_thread(self._store.of_key, key) is not None
+        return key is not None and await asyncio.to_thread(self._store.get, key, "key") is not None
 
     async def create(self, job: Job, generator: DiffGenerator, trace: Trace | None) -> Job:
         """Store a job, then run it; returns the one that its Idempotency-Key has made before, if any."""

@@ -116,12 +116,7 @@ class Store:
         encoded = msgspec.json.encode(job)
         statement = "INSERT INTO videos (id, key, status, job) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING"
         self._all(statement, job.id, job.key, job.status, encoded)
-        return (None if job.key is None else self.of_key(job.key)) or job
-
-    def of_key(self, key: str) -> Job | None:
-        """The job that an Idempotency-Key has made."""
-        found = self._all("SELECT job FROM videos WHERE key = ?", key)
-        return _job(found[0][0]) if found else None
+        return (None if job.key is None else self.get(job.key, "key")) or job
 
     def update(self, job: Job) -> None:
         """Store what has become of a job; of one that was deleted meanwhile, remove the files."""
@@ -130,11 +125,11 @@ class Store:
         if not found or job.id in self._gone:
             self._remove_files(job.id)
 
-    def get(self, job_id: str) -> Job | None:
-        if job_id in self._gone:
-            return None
-        found = self._all("SELECT job FROM videos WHERE id = ?", job_id)
-        return _job(found[0][0]) if found else None
+    def get(self, name: str, column: Literal["id", "key"] = "id") -> Job | None:
+        """The job of this id, or that this Idempotency-Key has made."""
+        found = self._all(f"SELECT job FROM videos WHERE {column} = ?", name)
+        job = _job(found[0][0]) if found else None
+        return None if job is None or job.id in self._gone else job
 
     def page(self, after: str | None, limit: int, newest_first: bool) -> list[Job] | None:
         """Up to ``limit`` jobs that follow ``after``; None where that is not known."""

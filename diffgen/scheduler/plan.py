@@ -11,7 +11,7 @@ from diffgen.params import SamplingParams
 
 MAX_UNIT_REQS = 32  # requests in one unit: the vote has a slot for each
 MAX_PLAN = 2**28  # bytes of a plan: ranks take it for nonsense if it is larger
-MAX_ADMITTED = MAX_PLAN // 2  # of the requests that one plan admits; their ids take the rest
+MAX_ADMITTED = MAX_PLAN // 2  # of the requests that one plan admits; the rest holds half a million ids
 
 
 class StageInfo(msgspec.Struct, frozen=True):

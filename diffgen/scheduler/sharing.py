@@ -12,6 +12,8 @@ from typing import NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 
+V = TypeVar("V")
+
 #: Of so many numbers of pixels, the latest, is known what their units take: clients may ask for any.
 PIXELS_KNOWN = 256
 # A shared unit must take less than this of what its members take apart, or the first ones wait for nothing.
@@ -120,9 +122,6 @@ class Sharing:
         """Seconds of all by themselves, as things went when one ran alone."""
         expected = sum(self._seconds(pixels, each) or 0.0 for each in rows)
         return alone.seconds * expected / (self._seconds(pixels, alone.rows) or expected)
-
-
-V = TypeVar("V")
 
 
 def latest(known: dict[int, V], pixels: int, make: Callable[[], V]) -> V:
