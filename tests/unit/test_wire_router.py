@@ -359,6 +359,9 @@ def test_an_answer_given_up_while_it_is_written_leaves_no_file(served: Served, t
     outbox.tend()
     wait_until(lambda: len(list(folder.iterdir())) == 1 and _whole(folder), 10, "all but the last are removed")
     assert outbox.take(b"away", Received("last"))
+    outbox.send(b"away", _result("too large"), np.zeros(KEEP_BYTES, np.uint8))
+    now += WRITE_S
+    assert outbox.tend() is None, "it is not kept"
     wait_until(lambda: list(folder.iterdir()) == [], 10, "and that")
 
 
