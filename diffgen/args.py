@@ -42,7 +42,7 @@ class ModelArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class RunArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and how the model runs."""
 
-    num_gpus: Annotated[int, Meta(description="ranks: one process a device", extra={"min": 1})] = 1
+    num_gpus: Annotated[int, Meta(description="ranks: one process a device", extra={"min": 1, "max": 256})] = 1
     tp_size: Annotated[
         int | None, Meta(description="ranks that share the weights of denoiser and text encoder", extra={"min": 1})
     ] = None

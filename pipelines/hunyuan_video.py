@@ -206,7 +206,7 @@ class HunyuanVideoPipeline(ComposedPipelineBase):
         if length < ranks:
             # A block would take none of a rank's tokens for all of them.
             rule = f"a text of {length} tokens cannot lie on {ranks} ranks"
-            raise GenerationError(f"{rule}; write more, or use tp_size", code="unsupported_layout")
+            raise GenerationError(f"{rule}; write {ranks} tokens or more, or use tp_size", code="unsupported_layout")
         names = ("encoder_hidden_states", "encoder_attention_mask")
         return branch | {name: branch[name][:, :length] for name in names}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from diffgen.fields import refuse
 
@@ -72,15 +72,17 @@ class ParallelDims:
 def ranks_of_replica(run: RunArgs) -> int:
     """Ranks of each of ``dp_size`` replicas. Raises :class:`InvalidRequest` where ``num_gpus`` does not divide."""
     if run.num_gpus % run.dp_size:
+        replicas = nearest((run.dp_size,), ((each,) for each in divisors(run.num_gpus)))[0]
         below = run.num_gpus // run.dp_size * run.dp_size
-        legal = " or ".join(str(each) for each in (below, below + run.dp_size) if each > 0)
-        refuse("dp_size", f"num_gpus {run.num_gpus} does not divide by dp_size {run.dp_size}; use num_gpus {legal}")
+        total = nearest((run.num_gpus,), ((each,) for each in (below, below + run.dp_size) if each))[0]
+        rule = f"num_gpus {run.num_gpus} does not divide by dp_size {run.dp_size}"
+        refuse("dp_size", f"{rule}; nearest: num_gpus {run.num_gpus} with dp_size {replicas}; or num_gpus {total}")
     return run.num_gpus // run.dp_size
 
 
 def check_degrees(run: RunArgs) -> None:
-    """The rules that need no model. Raises :class:`InvalidRequest` naming every factor."""
-    world, asked = ranks_of_replica(run), _asked(run)
+    """The rules that need no model. Raises :class:`InvalidRequest` naming every factor and the nearest legal choice."""
+    asked = _asked(run)
     if run.sp_degree is not None and (run.ulysses_degree, run.ring_degree) != (None, None):
         ulysses, ring = run.ulysses_degree, run.ring_degree
         whole = None not in (ulysses, ring)
@@ -89,24 +91,26 @@ def check_degrees(run: RunArgs) -> None:
             factors = " x ".join(
                 f"{name} {value}" for name, value in (("ulysses_degree", ulysses), ("ring_degree", ring))
             )
-            refuse("sp_degree", f"sp_degree {run.sp_degree} is not {factors}; leave one of the three out")
+            rule = f"sp_degree {run.sp_degree} is not {factors}; leave one of the three out"
+            refuse("sp_degree", f"{rule}; {_for_all_ranks(run)}")
     if run.enable_cfg_parallel and run.cfg_degree not in (None, 2):
-        refuse("cfg_degree", f"cfg_degree {run.cfg_degree} and enable_cfg_parallel, which means 2; leave one out")
-    if asked:
-        product = math.prod(asked.values())
-        if product != world:
-            factors = " x ".join(f"{name} {value}" for name, value in asked.items())
-            replicas = f" x dp_size {run.dp_size}" if run.dp_size > 1 else ""
-            total = product * run.dp_size
-            rule = f"{factors}{replicas} = {total} ranks, but num_gpus is {run.num_gpus}"
-            refuse("num_gpus", f"{rule}; use num_gpus {total}, or degrees whose product is {world}")
+        rule = f"cfg_degree {run.cfg_degree} and enable_cfg_parallel, which means 2; leave one out"
+        refuse("cfg_degree", f"{rule}; {_for_all_ranks(run)}")
+    total = math.prod(asked.values()) * run.dp_size
+    if asked and total != run.num_gpus:
+        factors = " x ".join(f"{name} {value}" for name, value in asked.items())
+        replicas = f" x dp_size {run.dp_size}" if run.dp_size > 1 else ""
+        rule = f"{factors}{replicas} = {total} ranks, but num_gpus is {run.num_gpus}"
+        refuse("num_gpus", f"{rule}; {_for_all_ranks(run)}; or num_gpus {total}")
+    ranks_of_replica(run)
     if run.attention_backend == "xfuser":
         if run.device == "cpu":
             rule = "attention_backend xfuser needs CUDA, and device is cpu"
             refuse("attention_backend", f"{rule}; use attention_backend native")
         if (run.tp_size or 1) > 1:
             rule = f"attention_backend xfuser splits tokens over neighbouring ranks, which tp_size {run.tp_size} takes"
-            refuse("attention_backend", f"{rule}; use tp_size 1, or attention_backend native")
+            remedy = f"use attention_backend native; {_for_all_ranks(run, _suits_xfuser)}"
+            refuse("attention_backend", f"{rule}; {remedy}")
 
 
 def choose_dims(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims, str]:
@@ -116,7 +120,7 @@ def choose_dims(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims
     """
     check_degrees(run)
     dims, why = _choose(run, model, name)
-    if run.attention_backend == "xfuser" and dims.sp == 1:
+    if run.attention_backend == "xfuser" and not _suits_xfuser(dims):
         rule = f"attention_backend xfuser is for split tokens, and {dims} splits none"
         refuse("attention_backend", f"{rule}; give ulysses_degree or ring_degree, or use attention_backend native")
     return dims, why
@@ -127,15 +131,13 @@ def _choose(run: RunArgs, model: Abilities, name: str) -> tuple[ParallelDims, st
     if world == 1:
         return ParallelDims(), "one rank"
     if not asked:
-        return _shared_out(world, model, name)
-    sequence = run.sp_degree or 1
-    if run.ulysses_degree is None and run.ring_degree is None:
-        ulysses = _share_of_heads(sequence, model.heads // (run.tp_size or 1))
-    else:
-        ulysses = run.ulysses_degree or max(1, sequence // (run.ring_degree or 1))
-    ring = run.ring_degree or max(1, sequence // ulysses)
+        found = _shared_out(world, model, name)
+        if found is None:
+            _refuse_sharing(run, model, name)
+        return found
+    ulysses, ring = _tokens(run, model.heads // (run.tp_size or 1))
     dims = ParallelDims(run.tp_size or 1, ulysses, ring, asked.get("cfg_degree", 1))
-    _check_model(dims, model, name)
+    _check_model(run, dims, model, name)
     return dims, "as asked"
 
 
@@ -147,44 +149,123 @@ def _asked(run: RunArgs) -> dict[str, int]:
     return found | ({"cfg_degree": 2} if run.enable_cfg_parallel else {})
 
 
-def _shared_out(world: int, model: Abilities, name: str) -> tuple[ParallelDims, str]:
-    """Guidance branches first, which need no communication inside a forward, then tokens, else weights."""
+def _tokens(run: RunArgs, heads: int = 1) -> tuple[int, int]:
+    """The degrees of Ulysses and Ring; of ``sp_degree`` alone Ulysses takes what divides ``heads``."""
+    ulysses, ring, whole = run.ulysses_degree, run.ring_degree, run.sp_degree or 1
+    if ulysses is None:
+        ulysses = math.gcd(whole, heads) if ring is None else max(1, whole // ring)
+    return ulysses, ring or max(1, whole // ulysses)
+
+
+def _has_sp_alone(run: RunArgs) -> bool:
+    return run.sp_degree is not None and run.ulysses_degree is run.ring_degree is None
+
+
+def _shared_out(world: int, model: Abilities, name: str) -> tuple[ParallelDims, str] | None:
+    """Guidance branches first, which need no communication inside a forward, then tokens, else weights; None where
+    neither can be split."""
     cfg = 2 if model.guided and not model.rows and world % 2 == 0 else 1
     rest = world // cfg
     why = f"{name} is guided: two branches" if cfg > 1 else ""
-    if rest > 1 and not model.sequence:
-        ulysses = _share_of_heads(rest, model.heads)
+    if rest == 1:
+        return ParallelDims(cfg=cfg), why
+    if not model.sequence:
+        ulysses = math.gcd(rest, model.heads)
         dims = ParallelDims(1, ulysses, rest // ulysses, cfg)
         parts = " x ".join(f"{axis} {size}" for axis, size in (("ulysses", ulysses), ("ring", dims.ring)) if size > 1)
-        why = "; ".join(filter(None, [why, f"tokens over {rest}: {parts}, as it has {model.heads} heads"]))
-    elif rest > 1 and not model.tensor and model.heads % rest == 0:
+        return dims, "; ".join(filter(None, [why, f"tokens over {rest}: {parts}, as it has {model.heads} heads"]))
+    if not model.tensor and model.heads % rest == 0:
         dims = ParallelDims(rest, 1, 1, cfg)
-        why = "; ".join(filter(None, [why, f"weights over {rest}, since {model.sequence}"]))
-    elif rest > 1:
-        legal = "num_gpus 2, or " if model.guided and not model.rows else ""
-        reasons = "; ".join(dict.fromkeys(filter(None, (model.sequence, model.tensor))))
-        rule = f"{name} cannot be split over {world} ranks: {reasons}"
-        refuse("num_gpus", f"{rule}; use {legal}dp_size {world} for so many replicas", "unsupported_layout")
-    else:
-        dims = ParallelDims(cfg=cfg)
-    return dims, why
+        return dims, "; ".join(filter(None, [why, f"weights over {rest}, since {model.sequence}"]))
+    return None
 
 
-def _check_model(dims: ParallelDims, model: Abilities, name: str) -> None:
-    reasons = {"tp_size": (dims.tp, model.tensor), "cfg_degree": (dims.cfg, model.rows)}
-    reasons["ulysses_degree" if dims.ulysses > 1 else "ring_degree"] = (dims.sp, model.sequence)
-    for param, (degree, reason) in reasons.items():
+def _refuse_sharing(run: RunArgs, model: Abilities, name: str) -> NoReturn:
+    legal = (
+        (each,)
+        for each in divisors(run.num_gpus)
+        if each == run.num_gpus or _shared_out(run.num_gpus // each, model, name) is not None
+    )
+    reasons = "; ".join(dict.fromkeys(filter(None, (model.sequence, model.tensor))))
+    rule = f"{name} cannot be split over {ranks_of_replica(run)} ranks: {reasons}"
+    remedy = f"nearest: num_gpus {run.num_gpus} with dp_size {nearest((run.dp_size,), legal)[0]}"
+    refuse("num_gpus", f"{rule}; {remedy}", "unsupported_layout")
+
+
+def _check_model(run: RunArgs, dims: ParallelDims, model: Abilities, name: str) -> None:
+    tokens = "sp_degree" if _has_sp_alone(run) else "ulysses_degree" if dims.ulysses > 1 else "ring_degree"
+    for param, (degree, reason) in zip(("tp_size", tokens, "cfg_degree"), _reasons(dims, model), strict=True):
         if degree > 1 and reason:
-            refuse(param, f"{param} {degree}: {name} takes 1 alone, since {reason}", "unsupported_layout")
-    local = dims.tp * dims.ulysses
-    if local > 1 and model.heads % local:
+            rule = f"{param} {degree}: {name} takes 1 alone, since {reason}"
+            refuse(param, f"{rule}; {_for_all_ranks(run, lambda dims: _suits(dims, model))}", "unsupported_layout")
+    if not _suits(dims, model):
         param = "ulysses_degree" if dims.ulysses > 1 else "tp_size"
-        factors = f"tp_size {dims.tp} x ulysses_degree {dims.ulysses} = {local}"
-        legal = ", ".join(str(each) for each in range(1, model.heads + 1) if model.heads % each == 0)
+        factors = f"tp_size {dims.tp} x ulysses_degree {dims.ulysses} = {dims.tp * dims.ulysses}"
+        legal = list(divisors(model.heads))
         rule = f"{name} has {model.heads} attention heads, which do not divide by {factors}"
-        refuse(param, f"{rule}; legal products: {legal} (ring_degree may be any)")
+        known = f"legal products: {', '.join(map(str, legal))} (ring_degree may be any)"
+        shares = (share for product in legal for share in _factors(product, 2))
+        found = nearest((dims.tp, dims.ulysses), shares)
+        refuse(param, f"{rule}; {known}; {_told(run, (run.dp_size, *found, dims.ring, dims.cfg))}")
 
 
-def _share_of_heads(parts: int, heads: int) -> int:
-    """The largest divisor of ``parts`` that divides the heads."""
-    return max(each for each in range(1, parts + 1) if parts % each == 0 and heads % each == 0)
+def _reasons(dims: ParallelDims, model: Abilities) -> Sequence[tuple[int, str]]:
+    """Degrees over weights, tokens and guidance, each with why it must be 1, if it must."""
+    return (dims.tp, model.tensor), (dims.sp, model.sequence), (dims.cfg, model.rows)
+
+
+def _suits(dims: ParallelDims, model: Abilities) -> bool:
+    able = not any(degree > 1 and reason for degree, reason in _reasons(dims, model))
+    local = dims.tp * dims.ulysses
+    return able and (local == 1 or model.heads % local == 0)
+
+
+def _suits_xfuser(dims: ParallelDims) -> bool:
+    return dims.tp == 1 < dims.sp
+
+
+def divisors(number: int) -> Iterator[int]:
+    return (each for each in range(1, number + 1) if number % each == 0)
+
+
+def nearest(wanted: tuple[int, ...], legal: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of ``legal`` degrees those most like the ``wanted``: above 1 on the same axes, then of nearly as many ranks, then
+    with nearly the same degrees; of two that are as near the smaller."""
+
+    def apart(degrees: tuple[int, ...]) -> tuple[Any, ...]:
+        pairs = list(zip(degrees, wanted, strict=True))
+        other_axes = sum((ours > 1) != (theirs > 1) for ours, theirs in pairs)
+        size = math.prod(degrees)
+        distance = sum(abs(ours - theirs) for ours, theirs in pairs)
+        return other_axes, abs(size - math.prod(wanted)), distance, size, degrees
+
+    return min(legal, key=apart)
+
+
+def _for_all_ranks(run: RunArgs, suits: Callable[[ParallelDims], bool] = lambda dims: True) -> str:
+    """The layout nearest to what was asked of those that take all of ``num_gpus``; there must be one."""
+    cfg = run.cfg_degree or (2 if run.enable_cfg_parallel else 1)
+    wanted = (run.dp_size, run.tp_size or 1, *_tokens(run), cfg)
+    # More than two parts of guidance are for those who ask for them.
+    most = max(2, cfg)
+    legal = (each for each in _factors(run.num_gpus, 5) if each[-1] <= most and suits(ParallelDims(*each[1:])))
+    return _told(run, nearest(wanted, legal))
+
+
+def _factors(product: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of ``parts`` numbers."""
+    if parts == 1:
+        yield (product,)
+        return
+    for first in divisors(product):
+        for rest in _factors(product // first, parts - 1):
+            yield (first, *rest)
+
+
+def _told(run: RunArgs, degrees: Sequence[int]) -> str:
+    """Degrees of replicas, weights, Ulysses, Ring and guidance as the options that ask for them."""
+    replicas, weights, ulysses, ring, guidance = degrees
+    tokens = {"sp_degree": ulysses * ring} if _has_sp_alone(run) else {"ulysses_degree": ulysses, "ring_degree": ring}
+    named = {"dp_size": replicas, "tp_size": weights, **tokens, "cfg_degree": guidance}
+    layout = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
+    return f"nearest: num_gpus {math.prod(degrees)}{layout and f' with {layout}'} alone"

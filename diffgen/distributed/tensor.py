@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from diffgen.distributed.axis import AxisGroup
+from diffgen.distributed.dims import divisors, nearest
 from diffgen.errors import ModelError
 
 Style = Literal["colwise", "rowwise", "packed_rowwise", "norm"]
@@ -96,6 +98,8 @@ def fill_sliced(
     shape than the model's.
     """
     styles = _by_module(model, plan.styles)
+    heads = _heads(model, plan)
+    _check_widths(model, styles, heads, group)
     missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
     for name, stored in weights:
@@ -112,17 +116,13 @@ def fill_sliced(
         if kind == "bias" and style in ("rowwise", "packed_rowwise") and group.rank > 0:
             module.register_parameter("bias", None)  # it is added once
             continue
-        values = _slice(name, stored, style, kind, module, group).to(old.dtype)
+        values = _slice(stored, style, kind, module, group).to(old.dtype)
         module._parameters[kind] = torch.nn.Parameter(values, requires_grad=False)
     tie: Any = getattr(model, "tie_weights", None)  # transformers' models have it
     if tie is not None:
         tie()
-    for pattern, attributes in plan.heads.items():
-        for name in _names(model, pattern):
-            module = model.get_submodule(name)
-            for attribute in attributes:
-                value = getattr(module, attribute)
-                setattr(module, attribute, _share(f"{name}.{attribute}", value, group))
+    for (name, attribute), count in heads.items():
+        setattr(model.get_submodule(name), attribute, count // group.size)
     _connect(model, styles, group)
 
 
@@ -157,36 +157,55 @@ def _renaming(model: torch.nn.Module) -> Callable[[str], str]:
     return lambda name: str(rename_source_key(name, found, [], prefix, own)[0])
 
 
-def _slice(
-    name: str, stored: Stored, style: Style | None, kind: str, module: torch.nn.Module, group: AxisGroup
-) -> torch.Tensor:
-    def part(size: int) -> slice:
-        width = _share(name, size, group)
-        return slice(group.rank * width, (group.rank + 1) * width)
+def _heads(model: torch.nn.Module, plan: TensorPlan) -> dict[tuple[str, str], int]:
+    """By module and attribute: what counts heads."""
+    return {
+        (name, attribute): getattr(model.get_submodule(name), attribute)
+        for pattern, attributes in plan.heads.items()
+        for name in _names(model, pattern)
+        for attribute in attributes
+    }
 
+
+def _check_widths(
+    model: torch.nn.Module, styles: Mapping[str, Style], heads: Mapping[tuple[str, str], int], group: AxisGroup
+) -> None:
+    """Whether all that is cut divides."""
+    widths = [(f"{name}.{attribute}", count) for (name, attribute), count in heads.items()]
+    for name, style in styles.items():
+        module: Any = model.get_submodule(name)
+        widths += [(f"{name}.weight", width) for width in _cut(style, module, module.weight.shape)[1]]
+    odd = next((each for each in widths if each[1] % group.size), None)
+    if odd is not None:
+        legal = list(divisors(math.gcd(*(width for _, width in widths))))
+        rule = f"{odd[0]} is {odd[1]} wide, which does not divide by tp_size {group.size}"
+        best = nearest((group.size,), ((each,) for each in legal))[0]
+        known = f"legal for all layers: {', '.join(map(str, legal))}; nearest: tp_size {best}"
+        raise ModelError(f"{rule}; {known}", code="unsupported_layout")
+
+
+def _cut(style: Style, module: torch.nn.Module, shape: Sequence[int]) -> tuple[int, list[int]]:
+    """Along which dimension a weight of this shape is cut, and the widths there of which each rank has a share."""
+    if style == "packed_rowwise":
+        # The attention's output, as wide as the layer's own, before what else there is.
+        return 1, [shape[0], shape[1] - shape[0]]
+    dim = 1 if style == "rowwise" or isinstance(module, torch.nn.Embedding) else 0
+    return dim, [shape[dim]]
+
+
+def _slice(stored: Stored, style: Style | None, kind: str, module: torch.nn.Module, group: AxisGroup) -> torch.Tensor:
     shape = stored.get_shape()
     if style is None or (style in ("rowwise", "packed_rowwise") and kind == "bias"):
         return stored[:] if shape else stored[...]
-    if style == "rowwise" or isinstance(module, torch.nn.Embedding):
-        return stored[:, part(shape[1])]
-    if style == "packed_rowwise":
-        # The attention's output, as wide as the layer's own, before what else there is.
-        widths = [shape[0], shape[1] - shape[0]]
-        cuts, start = [], 0
-        for width in widths:
-            own = part(width)
-            cuts.append(stored[:, start + own.start : start + own.stop])
-            start += width
-        return torch.cat(cuts, dim=1)
-    return stored[part(shape[0])]
-
-
-def _share(name: str, size: int, group: AxisGroup) -> int:
-    if size % group.size:
-        legal = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
-        rule = f"{name} is {size} wide, which does not divide by tp_size {group.size}"
-        raise ModelError(f"{rule}; legal: {legal}", code="unsupported_layout")
-    return size // group.size
+    dim, widths = _cut(style, module, shape)
+    parts, start = [], 0
+    for width in widths:
+        own = width // group.size
+        first = start + group.rank * own
+        cut = slice(first, first + own)
+        parts.append(stored[cut] if dim == 0 else stored[:, cut])
+        start += width
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _by_module(model: torch.nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

@@ -21,12 +21,11 @@ def choose_device(run: RunArgs, info: RankInfo, first: int = 0) -> torch.device:
     kind = run.device or ("cuda" if count else "cpu")
     if kind == "cuda":
         if count < first + info.size:
-            needed = (
-                f"num_gpus={info.size}"
-                if first == 0
-                else f"a replica needs the devices {first} to {first + info.size - 1}"
-            )
-            raise StartFailed(f"{needed} but there are {count} CUDA devices; use fewer, or device='cpu'")
+            last = first + info.size - 1
+            needed = f"a replica needs the devices {first} to {last}" if first else f"num_gpus={info.size}"
+            fits = count // info.size * info.size or count  # as many replicas as there can be
+            remedy = f"nearest: num_gpus={fits}, or device='cpu'" if fits else "use device='cpu'"
+            raise StartFailed(f"{needed} but there are {count} CUDA devices; {remedy}")
         device = torch.device("cuda", first + info.rank)
         torch.cuda.set_device(device)
         return device

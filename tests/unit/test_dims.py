@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffgen.args import RunArgs, ServerArgs, check_args
-from diffgen.distributed.dims import AXES, Abilities, ParallelDims, choose_dims
+from diffgen.distributed.dims import AXES, Abilities, ParallelDims, check_degrees, choose_dims, nearest
 from diffgen.errors import InvalidRequest
 
 DIT = Abilities(heads=12, guided=True)
@@ -71,22 +72,61 @@ def test_layouts(model: Abilities, run: dict[str, Any], dims: ParallelDims) -> N
             DIT,
             {"num_gpus": 4, "ulysses_degree": 2},
             "num_gpus",
-            ["ulysses_degree 2 = 2", "num_gpus is 4", "use num_gpus 2"],
+            ["ulysses_degree 2 = 2", "num_gpus is 4", "num_gpus 4 with ulysses_degree 4 alone; or num_gpus 2"],
         ),
         (DIT, {"tp_size": 2, "ring_degree": 3}, "num_gpus", ["tp_size 2 x ring_degree 3 = 6", "num_gpus 6"]),
-        (DIT, {"num_gpus": 5, "ulysses_degree": 5}, "ulysses_degree", ["12", "5", "1, 2, 3, 4, 6, 12"]),
-        (DIT, {"num_gpus": 8, "tp_size": 8}, "tp_size", ["12", "tp_size 8", "1, 2, 3, 4, 6, 12"]),
-        (DIT, {"num_gpus": 8, "tp_size": 4, "ulysses_degree": 2}, "ulysses_degree", ["12", "4 x ulysses_degree 2 = 8"]),
-        (DIT, {"num_gpus": 4, "sp_degree": 4, "ring_degree": 3}, "sp_degree", ["sp_degree 4", "ring_degree 3"]),
-        (DIT, {"num_gpus": 3, "cfg_degree": 3, "enable_cfg_parallel": True}, "cfg_degree", ["3", "2"]),
-        (UNET, {"num_gpus": 4}, "num_gpus", ["4 ranks", "UNet", "num_gpus 2"]),
-        (UNET, {"num_gpus": 2, "tp_size": 2}, "tp_size", ["UNet"]),
+        (
+            DIT,
+            {"num_gpus": 5, "ulysses_degree": 5},
+            "ulysses_degree",
+            ["12", "5", "1, 2, 3, 4, 6, 12", "num_gpus 4 with ulysses"],
+        ),
+        (DIT, {"num_gpus": 8, "tp_size": 8}, "tp_size", ["12", "tp_size 8", "1, 2, 3, 4, 6, 12", "num_gpus 6 with"]),
+        (
+            DIT,
+            {"num_gpus": 8, "tp_size": 4, "ulysses_degree": 2},
+            "ulysses_degree",
+            ["12", "4 x ulysses_degree 2 = 8", "num_gpus 6 with tp_size 3 x ulysses_degree 2 alone"],
+        ),
+        (
+            DIT,
+            {"num_gpus": 4, "sp_degree": 4, "ring_degree": 3},
+            "sp_degree",
+            ["sp_degree 4", "with ring_degree 4 alone"],
+        ),
+        (
+            DIT,
+            {"num_gpus": 3, "cfg_degree": 3, "enable_cfg_parallel": True},
+            "cfg_degree",
+            ["3", "2", "with cfg_degree 3 alone"],
+        ),
+        (UNET, {"num_gpus": 4}, "num_gpus", ["4 ranks", "UNet", "num_gpus 4 with dp_size 2"]),
+        (UNET, {"num_gpus": 8, "dp_size": 2}, "num_gpus", ["4 ranks", "UNet", "num_gpus 8 with dp_size 4"]),
+        (UNET, {"num_gpus": 2, "tp_size": 2}, "tp_size", ["UNet", "num_gpus 2 with cfg_degree 2 alone"]),
+        (
+            UNET,
+            {"num_gpus": 4, "sp_degree": 4},
+            "sp_degree",
+            ["UNet", "num_gpus 4 with dp_size 4 alone"],
+        ),
         (UNET, {"num_gpus": 2, "ring_degree": 2}, "ring_degree", ["UNet"]),
         (MASKED, {"num_gpus": 2, "ulysses_degree": 2}, "ulysses_degree", ["mask"]),
         (WHOLE, {"num_gpus": 2}, "num_gpus", ["whole", "dp_size 2"]),
-        (DIT, {"num_gpus": 5, "dp_size": 2}, "dp_size", ["5", "2", "num_gpus 4 or 6"]),
-        (DIT, {"num_gpus": 4, "dp_size": 2, "tp_size": 4}, "num_gpus", ["tp_size 4 x dp_size 2 = 8", "num_gpus 8"]),
-        (WHOLE, {"num_gpus": 2, "cfg_degree": 2}, "cfg_degree", ["whole"]),
+        (DIT, {"num_gpus": 5, "dp_size": 2}, "dp_size", ["5", "2", "num_gpus 5 with dp_size 5; or num_gpus 4"]),
+        (
+            DIT,
+            {"num_gpus": 4, "dp_size": 2, "tp_size": 4},
+            "num_gpus",
+            ["tp_size 4 x dp_size 2 = 8", "dp_size 2 x tp_size 2 alone"],
+        ),
+        (
+            DIT,
+            {"num_gpus": 1, "tp_size": 2},
+            "num_gpus",
+            ["tp_size 2 = 2 ranks", "nearest: num_gpus 1 alone; or num_gpus 2"],
+        ),
+        (DIT, {"num_gpus": 6, "sp_degree": 4}, "num_gpus", ["num_gpus 6 with sp_degree 6 alone"]),
+        (WHOLE, {"num_gpus": 2, "cfg_degree": 2}, "cfg_degree", ["whole", "num_gpus 2 with dp_size 2 alone"]),
         (
             DIT,
             {"num_gpus": 2, "ring_degree": 2, "device": "cpu"} | XFUSER,
@@ -97,7 +137,7 @@ def test_layouts(model: Abilities, run: dict[str, Any], dims: ParallelDims) -> N
             DIT,
             {"num_gpus": 4, "ring_degree": 2, "tp_size": 2} | XFUSER,
             "attention_backend",
-            ["xfuser", "tp_size 2", "native"],
+            ["xfuser", "tp_size 2", "native", "num_gpus 4 with ring_degree 4 alone"],
         ),
         (DIT, {"num_gpus": 2} | XFUSER, "attention_backend", ["xfuser", "cfg 2", "ulysses_degree", "native"]),
     ],
@@ -108,6 +148,53 @@ def test_what_does_not_work_is_named(model: Abilities, run: dict[str, Any], para
     assert caught.value.param == param
     for word in words:
         assert word in caught.value.message
+
+
+def _told(error: InvalidRequest) -> dict[str, int]:
+    """The options that a message calls nearest."""
+    found = re.search(r"nearest: ([a-z0-9_ ]+)", error.message)
+    assert found is not None, error.message
+    return {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", found[1])}
+
+
+DEGREE = st.none() | st.integers(1, 12)
+
+
+@given(
+    st.sampled_from([DIT, UNET, MASKED, WHOLE, Abilities(heads=7), Abilities(heads=30, rows="it has none")]),
+    st.integers(1, 16),
+    st.integers(1, 5),
+    st.fixed_dictionaries(
+        dict.fromkeys(("tp_size", "sp_degree", "ulysses_degree", "ring_degree", "cfg_degree"), DEGREE)
+    ),
+    st.booleans(),
+)
+@settings(max_examples=300)
+def test_what_is_called_nearest_is_legal(
+    model: Abilities, num_gpus: int, dp_size: int, degrees: dict[str, int | None], guidance: bool
+) -> None:
+    """As far as the rule goes that names it: those of the arguments come before those of the model."""
+    run = RunArgs(num_gpus=num_gpus, dp_size=dp_size, enable_cfg_parallel=guidance, **degrees)
+    try:
+        check_degrees(run)
+    except InvalidRequest as error:
+        nearest = _told(error)
+        assert nearest["num_gpus"] == num_gpus
+        run = RunArgs(**nearest)
+        check_degrees(run)
+    try:
+        choose_dims(run, model, "Model")
+    except InvalidRequest as error:
+        run = RunArgs(**_told(error))
+        choose_dims(run, model, "Model")
+
+
+@given(st.integers(1, 40), st.sets(st.integers(1, 40), min_size=1))
+def test_nearest_keeps_the_kind_and_of_two_takes_the_smaller(wanted: int, legal: set[int]) -> None:
+    (found,) = nearest((wanted,), ((each,) for each in legal))
+    alike = {each for each in legal if (each > 1) == (wanted > 1)} or legal
+    assert found in alike
+    assert (abs(found - wanted), found) == min((abs(each - wanted), each) for each in alike)
 
 
 def test_the_reason_is_told() -> None:
