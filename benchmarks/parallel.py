@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -137,6 +138,10 @@ def parse_dims(text: str) -> ParallelDims:
     return ParallelDims(**{name: int(degree) for name, degree in (part.split() for part in text.split(" x "))})
 
 
+def _name(dims: ParallelDims) -> str:
+    return " x ".join(f"{axis} {degree}" for axis in AXES if (degree := getattr(dims, axis)) > 1)
+
+
 def why_not(model: str, dims: ParallelDims) -> str:
     """Why a model cannot have a layout; empty where it can."""
     name, settings, _, _ = MODELS[model]
@@ -172,10 +177,10 @@ def table(
         cpu, wall, shared = (max(rank[name] for rank in ranks) for name in ("cpu", "wall", "collectives"))
         sent = max(rank["sent"] for rank in ranks) / 1e6
         gains = f"{cpu:.3f} ({alone[0]['cpu'] / cpu:.2f}x) | {shared:.3f} | {wall:.3f} ({alone[0]['wall'] / wall:.2f}x)"
-        print(f"| {dims} | {gains} | {sent:.2f} | {_apart(output, whole)} |", flush=True)
+        print(f"| {_name(dims)} | {gains} | {sent:.2f} | {_apart(output, whole)} |", flush=True)
     if profile:
         print("\nSeconds of a step by the kind of operation, on the slowest rank, and how much less than on one rank\n")
-        print(f"| kind | one rank |{''.join(f' {dims} |' for dims in layouts)}\n|---|---|{'---|' * len(layouts)}")
+        print(f"| kind | one rank |{''.join(f' {_name(dims)} |' for dims in layouts)}\n|---|---|{'---|' * len(layouts)}")
         for kind in [kind for kind in _KINDS if alone[0][kind] > 0]:
             shares = (f" {rank[kind]:.3f} ({alone[0][kind] / rank[kind]:.2f}x) |" for rank in slowest.values())
             print(f"| {kind} | {alone[0][kind]:.3f} |{''.join(shares)}")
@@ -191,8 +196,9 @@ def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(dataclasses.asdict(job))
         command = [sys.executable, __file__, "--rank"]
+        quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}  # about what it could use and does not find
         ranks = [
-            subprocess.Popen([*command, text, str(rank), folder], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([*command, text, str(rank), folder], env=quiet, stdout=subprocess.PIPE, text=True)
             for rank in range(job.dims.world)
         ]
         try:
