@@ -16,20 +16,13 @@ from typing import TYPE_CHECKING, Any
 from diffgen.errors import DiffgenError
 from diffgen.params import SamplingParams
 from diffgen.result import GenerationResult
-from diffgen.wire.messages import Accepted, Failed, Progress
+from diffgen.wire.messages import Accepted, Failed, Progress, Restarting
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Restarting:
-    """The server has gone. The request is kept, and runs again from its seed when a server is back."""
-
-    id: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,9 +106,7 @@ def _frames(event: Event) -> list[bytes | memoryview]:
     if isinstance(event, messages.Failed):
         told = from_diffgen(error_from(event.error)).message
         return codec.encode(messages.Failed(event.id, msgspec.structs.replace(event.error, message=told)))
-    if isinstance(event, messages.Accepted | messages.Progress):
-        return codec.encode(event)
-    return []  # the ranks are started again: nothing that a client can do about it
+    return codec.encode(event)
 
 
 def _header(array: Any) -> TensorHeader:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import diffgen
 from diffgen.errors import DiffgenError, InvalidRequest, StartFailed
-from diffgen.handle import Event, GenerationHandle, Restarting, is_final
-from diffgen.wire.messages import Progress
+from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.wire.messages import Progress, Restarting
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -40,6 +40,7 @@ from diffgen.wire.messages import (
     Preview,
     Progress,
     Received,
+    Restarting,
     Result,
     ServerMessage,
     Status,
@@ -72,6 +73,15 @@ class _Died:
     reason: DiffgenError | None = None
 
 
+@dataclasses.dataclass
+class _Question:
+    """For a status. ``waiting`` has the replicas that have not told theirs and have lived ever since."""
+
+    client: bytes
+    waiting: set[int]
+    answers: list[Status] = dataclasses.field(default_factory=list)
+
+
 class DataParallelController:
     """Starts ``dp_size`` replicas, each with a supervisor, and shares out requests by ``dp_policy``.
 
@@ -95,7 +105,7 @@ class DataParallelController:
         self._jobs: dict[str, _Job] = {}
         self._served: dict[str, int] = {}  # replicas of the latest answers, which keep them for a while
         self._away: dict[bytes, float] = {}  # clients whose connection has ended, since when
-        self._questions: collections.deque[tuple[bytes, dict[int, Status]]] = collections.deque()
+        self._questions: collections.deque[_Question] = collections.deque()
         self._router: Router | None = None
         self._outbox: Outbox | None = None  # answers that no replica has
         self._spec: ModelSpec | None = None  # unknown until a replica has answered
@@ -158,6 +168,7 @@ class DataParallelController:
             if errors:
                 raise errors[0]
             self._open()
+            self._thread.start()
         except BaseException:
             self.stop()
             raise
@@ -167,7 +178,6 @@ class DataParallelController:
         self._backends = {index: Backend(each.socket) for index, each in enumerate(self._supervisors)}
         self._router = Router(self.socket, self.args.listen, self._inbox)
         self._outbox = Outbox(self._router)
-        self._thread.start()
 
     def stop(self) -> None:
         """Tell clients, end all replicas, remove the folder. Repeatable."""
@@ -204,10 +214,7 @@ class DataParallelController:
         until = self._outbox.tend()
         wait = 1000 if self._away else None if until is None else int(1000 * until) + 1
         ready = Backend.wait(self._inbox, list(self._backends.values()), wait)
-        for index, backend in list(self._backends.items()):
-            if backend in ready:
-                for message, frames in backend.receive():
-                    self._from_replica(index, message, frames)
+        # Deaths before what replicas say: the next life's welcome may have come already.
         for item in self._inbox.take():
             if item is None or self.failure is not None:
                 return False
@@ -216,6 +223,10 @@ class DataParallelController:
                 self._on_death(item)
             else:
                 self._early.append(item)
+        for index, backend in list(self._backends.items()):
+            if backend in ready:
+                for message, frames in backend.receive():
+                    self._from_replica(index, message, frames)
         while self._early and self._spec is not None and self._heard >= self._backends.keys():
             self._from_client(*self._early.popleft())
         latest = time.monotonic() - self.args.limits.grace
@@ -265,7 +276,7 @@ class DataParallelController:
                     self._cancel(message.id, "aborted by another client")
                 self._send(client, Aborted(message.id, found))
             case GetStatus():
-                self._questions.append((client, {}))
+                self._questions.append(_Question(client, set(self._up())))
                 for backend in self._backends.values():
                     backend.send(message)
                 self._answer_questions()
@@ -287,11 +298,14 @@ class DataParallelController:
                 self._dispatch(job)
 
     def _dispatch(self, job: _Job) -> None:
-        up = sorted(index for index, backend in self._backends.items() if backend.up)
+        up = self._up()
         job.replica, job.left = None, job.cost
         if up:
             job.replica = self._dispatcher.choose(job.submit.params, up, self._loads())
             self._resend(job)
+
+    def _up(self) -> list[int]:
+        return sorted(index for index, backend in self._backends.items() if backend.up)
 
     def _resend(self, job: _Job) -> None:
         assert job.replica is not None
@@ -331,15 +345,15 @@ class DataParallelController:
                     elif job.replica is None:
                         self._dispatch(job)
             case Status():
-                for _, answers in self._questions:
-                    if index not in answers:
-                        answers[index] = message
-                        break
+                question = next((each for each in self._questions if index in each.waiting), None)
+                if question is not None:
+                    question.waiting.remove(index)
+                    question.answers.append(message)
                 self._answer_questions()
             case Accepted() | Progress() | Preview() | Result() | Failed():
                 self._pass_on(index, message, frames)
             case None:  # it has lost its connection
-                self._answer_questions()
+                self._give_up_answers(index)
 
     def _pass_on(
         self, index: int, message: Accepted | Progress | Preview | Result | Failed, frames: Sequence[Any]
@@ -359,29 +373,37 @@ class DataParallelController:
         assert self._router is not None
         self._router.forward(job.client, frames)
 
+    def _give_up_answers(self, index: int) -> None:
+        """Of a replica that has gone; its next life knows nothing of what was asked."""
+        for question in self._questions:
+            question.waiting.discard(index)
+        self._answer_questions()
+
     def _answer_questions(self) -> None:
-        """Those to which every replica that is up has answered, oldest first."""
-        up = {index for index, backend in self._backends.items() if backend.up}
-        while self._questions and up <= self._questions[0][1].keys():
-            client, answers = self._questions.popleft()
+        """Those for which nothing is awaited any more, oldest first."""
+        while self._questions and not self._questions[0].waiting:
+            question = self._questions.popleft()
             assert self._router is not None
-            self._send(client, merged(list(answers.values()), self.restarts, self._router.malformed))
+            self._send(question.client, merged(question.answers, self.restarts, self._router.malformed))
 
     def _on_death(self, death: _Died) -> None:
         self._backends[death.replica].up = False  # it may not have heard yet
+        self._give_up_answers(death.replica)
         if death.reason is not None:
             self._backends.pop(death.replica).close()
             if not self._backends:
                 self._give_up(death.reason)
                 return
         for request_id, job in list(self._jobs.items()):
-            if job.replica == death.replica and request_id not in death.journal:
-                suspect = death.reason is not None and request_id in self._supervisors[death.replica].suspects
-                if suspect:
-                    gone = f"its replica has given up while it may have been the cause: {death.reason}"
-                    self._fail(request_id, WorkerDied(gone, retryable=False))
-                else:
-                    self._dispatch(job)
+            if job.replica != death.replica:
+                continue
+            if death.reason is not None and request_id in self._supervisors[death.replica].suspects:
+                gone = f"its replica has given up while it may have been the cause: {death.reason}"
+                self._fail(request_id, WorkerDied(gone, retryable=False))
+                continue
+            self._send(job.client, Restarting(request_id))
+            if request_id not in death.journal:
+                self._dispatch(job)
 
     def _give_up(self, error: DiffgenError) -> None:
         self.failure = error

@@ -25,7 +25,7 @@ from diffgen.errors import (
     ServerClosed,
     error_from,
 )
-from diffgen.handle import GenerationHandle, Restarting
+from diffgen.handle import GenerationHandle
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import TensorHeader
 from diffgen.result import GenerationResult
@@ -45,6 +45,7 @@ from diffgen.wire.messages import (
     Preview,
     Progress,
     Received,
+    Restarting,
     Result,
     ServerMessage,
     Status,
@@ -290,7 +291,7 @@ class Connection:
                 self.end(ServerClosed(f"the server at {self.address} was stopped"))
             case Failed(id=""):
                 self.end(error_from(message.error))
-            case Accepted() | Progress():
+            case Accepted() | Progress() | Restarting():
                 waiting = self._unanswered.get(message.id)
                 if waiting is not None:
                     waiting.publish(message)

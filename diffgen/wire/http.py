@@ -22,11 +22,11 @@ from diffgen.errors import (
     ServerError,
     error_from,
 )
-from diffgen.handle import GenerationHandle, Preview, Restarting
+from diffgen.handle import GenerationHandle, Preview
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
 from diffgen.wire import codec
-from diffgen.wire.messages import Abort, Aborted, Accepted, Failed, GetStatus, Progress, Result, Status
+from diffgen.wire.messages import Abort, Aborted, Accepted, Failed, GetStatus, Progress, Restarting, Result, Status
 from diffgen.wire.messages import Preview as PreviewMessage
 from diffgen.wire.unanswered import Unanswered
 
@@ -208,7 +208,7 @@ class HttpConnection:
     def _publish(self, handle: GenerationHandle, message: Any, tensor: bytes | None) -> None:
         """With the client's own id in place of the server's."""
         match message:
-            case Accepted() | Progress():
+            case Accepted() | Progress() | Restarting():
                 handle.publish(msgspec.structs.replace(message, id=handle.id))
             case PreviewMessage() if tensor is not None:
                 pixels = codec.array(message.tensor, tensor)

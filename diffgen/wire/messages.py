@@ -2,7 +2,7 @@
 
 A client says :class:`Hello` on each connection and sends its unanswered requests again after each :class:`Welcome`;
 rank 0 drops the ids it already holds. Each accepted :class:`Submit` is answered by exactly one :class:`Result` or
-:class:`Failed`, after any number of :class:`Progress` and :class:`Preview`.
+:class:`Failed`, after any number of :class:`Progress`, :class:`Preview` and :class:`Restarting`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,13 @@ class Preview(_Message, frozen=True):
     tensor: TensorHeader
 
 
+class Restarting(_Message, frozen=True):
+    """What had the request in work has gone: the server, as its client's own connection says, or of several replicas
+    one. The request is kept and runs again from its seed, which a further :class:`Accepted` tells."""
+
+    id: RequestId
+
+
 class Result(_Message, frozen=True):
     """The output; its tensor is in the frame beside this message."""
 
@@ -196,4 +203,6 @@ class Closing(_Message, frozen=True):
     """The server stops on purpose; unanswered requests will not be answered."""
 
 
-ServerMessage = Welcome | Accepted | Progress | Preview | Result | Failed | Status | Aborted | Ping | Closing
+ServerMessage = (
+    Welcome | Accepted | Progress | Preview | Restarting | Result | Failed | Status | Aborted | Ping | Closing
+)

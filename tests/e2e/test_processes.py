@@ -31,10 +31,10 @@ from diffgen.errors import (
     StartFailed,
     WorkerDied,
 )
-from diffgen.handle import GenerationHandle, Restarting
+from diffgen.handle import GenerationHandle
 from diffgen.params import Limits, SamplingParams
 from diffgen.server.outbox import WRITE_S
-from diffgen.wire.messages import Cancel, Failed, Progress, Received, Result, Submit, Welcome
+from diffgen.wire.messages import Cancel, Failed, Progress, Received, Restarting, Result, Submit, Welcome
 
 FAST = {"num_inference_steps": 4, "width": 64, "height": 64, "num_frames": 1}
 LONG = {**FAST, "num_inference_steps": 900}
