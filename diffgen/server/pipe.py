@@ -61,6 +61,7 @@ class Heartbeat(_Message, frozen=True):
     units: dict[str, int]
     fingerprint: int
     unit_since: float | None
+    voted: bool
 
 
 class Journal(_Message, frozen=True):

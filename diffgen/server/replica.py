@@ -188,9 +188,15 @@ class Replica:
             late = [rank.status.rank for rank in self._ranks if rank.status.ready is None]
             return StartFailed(f"ranks {late} were not ready after {run.start_timeout:g} s; see start_timeout")
         for rank in self._ranks if self.ready else []:
-            name, beat = f"rank {rank.status.rank}", rank.status.heartbeat
-            if now - rank.status.last_seen > SILENCE_S:
-                return WorkerDied(f"{name} has given no sign of life for {now - rank.status.last_seen:.0f} s")
-            if beat is not None and beat.unit_since is not None and time.time() - beat.unit_since > run.unit_timeout:
-                return WorkerDied(f"{name} has been in one unit for over {run.unit_timeout:g} s; see unit_timeout")
+            silent = now - rank.status.last_seen
+            if silent > SILENCE_S:
+                return WorkerDied(f"rank {rank.status.rank} has given no sign of life for {silent:.0f} s")
+        beats = [rank.status.heartbeat for rank in self._ranks]
+        since = [beat.unit_since for beat in beats if beat is not None and beat.unit_since is not None]
+        if self.ready and since and time.time() - min(since) > run.unit_timeout:
+            waiting = [rank for rank, beat in enumerate(beats) if beat is not None and beat.voted]
+            missing = [rank for rank in range(len(beats)) if rank not in waiting]
+            what = f"ranks {missing} have not ended a unit after {run.unit_timeout:g} s"
+            others = f", and ranks {waiting} wait for them" if waiting else ""
+            return WorkerDied(f"{what}{others}; see unit_timeout")
         return None

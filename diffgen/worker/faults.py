@@ -8,6 +8,7 @@ rank 0, ``send``. Kinds:
 - ``raise`` an exception, ``oom`` (as when memory runs out)
 - ``exit`` the process at once, ``hang`` for ever
 - ``nan`` in what the unit computes, ``differ`` from the other ranks in the last bits
+- ``skip`` the unit, with the collectives that others wait in
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from diffgen.worker.context import Predict, Row, Stage, StageContext
 
 VARIABLE = "DIFFGEN_FAULT"
 _FORM = re.compile(
-    r"(?P<kind>raise|oom|exit|hang|nan|differ)@(?P<stage>\w+):(?P<unit>\d+|\*):(?P<rank>\d+|\*)"
+    r"(?P<kind>raise|oom|exit|hang|nan|differ|skip)@(?P<stage>\w+):(?P<unit>\d+|\*):(?P<rank>\d+|\*)"
     r"(:(?P<times>\d+|\*)(:(?P<prompt>[^;]*))?)?"
 )
 
@@ -87,10 +88,14 @@ class Faults:
 
             whole, ctx = ctx, dataclasses.replace(ctx, map_rows=map_rows)
             kinds = [self.at(stage.name, req.unit, [req.params.prompt]) for req in reqs]
+            if "skip" in kinds:
+                return [Update() for _ in reqs]
             updates = run([_spoilt(req) if kind == "nan" else req for req, kind in zip(reqs, kinds, strict=True)], ctx)
             for update, kind in zip(updates, kinds, strict=True):
                 if kind is not None:
                     _change(update, float("nan") if kind == "nan" else 1 + 1e-6)
+                if kind == "differ" and update.frames is not UNSET:
+                    update.frames = (*update.frames[:-1], update.frames[-1] ^ 1)
             return updates
 
         return faulty

@@ -36,12 +36,13 @@ _EXPLAIN_S = 1.0
 @dataclasses.dataclass
 class Progress:
     """What a rank says of itself in its heartbeat: ``fingerprint`` sums up the branches, latents and frames that
-    it has committed."""
+    it has committed; ``voted``, that it has done its part of the present unit and waits for the others' votes."""
 
     units: dict[str, int]
     tick: int = 0
     fingerprint: int = 0
     unit_since: float | None = None
+    voted: bool = False
 
 
 class GPUWorker:
@@ -71,7 +72,10 @@ class GPUWorker:
         Either every rank writes the new values of every planned request, or none writes any.
         """
         with about(plan.ids):
-            return self._tick(plan)
+            try:
+                return self._tick(plan)
+            finally:
+                self.progress.unit_since, self.progress.voted = None, False
 
     def _tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
         self.progress.tick = plan.tick
@@ -84,23 +88,33 @@ class GPUWorker:
             del self._texts[slot]
         if not plan.ids:
             return [], {}
-        reqs = [self._reqs[request_id] for request_id in plan.ids]
         stage = self.pipeline.stages[plan.stage]
         self.progress.unit_since = time.time()
-        logger.debug("%s of %d request(s)", stage.name, len(reqs))
-        reused = self._encoded(plan, reqs[0])
-        computed: list[Update | StageError] = [reused] if reused is not None else self.executor.run(stage, reqs)
+        logger.debug("%s of %d request(s)", stage.name, len(plan.ids))
+        computed = self._compute(plan, stage)
         if self.executor.device.type == "cuda":
             torch.cuda.synchronize()
         with self._or_ends(stage, computed):
             errors = self._vote(plan, computed)
-        self.progress.unit_since = None
+        held = [self._reqs.get(request_id) for request_id in plan.ids]
         if errors:
             return [
                 Outcome(req.id, stage.name, req.unit, stage.units(req), self._position(req), error)
-                for req, error in zip(reqs, errors, strict=True)
+                for req, error in zip(held, errors, strict=True)
+                if req is not None
             ], {}
-        return self._commit(plan, reqs, computed)
+        return self._commit(plan, [req for req in held if req is not None], computed)
+
+    def _compute(self, plan: Plan, stage: Stage) -> list[Update | StageError]:
+        for request_id in plan.ids:
+            req = self._reqs.get(request_id)
+            if req is None or req.stage != plan.stage:
+                place = "over" if req is None else f"in {self.pipeline.stages[req.stage].name}"
+                rule = f"request {request_id} is {place} on this rank, and in {stage.name} on rank 0"
+                return [StageError(RanksDiverged(rule)) for _ in plan.ids]
+        reqs = [self._reqs[request_id] for request_id in plan.ids]
+        reused = self._encoded(plan, reqs[0])
+        return [reused] if reused is not None else self.executor.run(stage, reqs)
 
     def position(self, request_id: str) -> Position:
         """Where a request that has just been admitted begins."""
@@ -111,8 +125,12 @@ class GPUWorker:
     def _vote(self, plan: Plan, computed: list[Update | StageError]) -> list[ErrorInfo | None]:
         """An error a request where any rank has one; an empty list is a yes."""
         codes = [_code(item) for item in computed]
-        prints = [0 if isinstance(item, StageError) else fingerprint(item) for item in computed]
+        prints = [
+            0 if isinstance(item, StageError) else fingerprint(item, self._place(request_id))
+            for request_id, item in zip(plan.ids, computed, strict=True)
+        ]
         empty = [0] * (MAX_UNIT_REQS - len(codes))
+        self.progress.voted = True
         votes = self.control.gather_vote([plan.tick, *codes, *empty, *prints, *empty])
         if any(vote[0] != plan.tick for vote in votes):
             raise RanksDiverged(f"ranks vote on different ticks: {[vote[0] for vote in votes]}")
@@ -125,6 +143,11 @@ class GPUWorker:
                 self.progress.fingerprint = (self.progress.fingerprint * 1_000_003 + value) % 2**63
             return []
         return self._gather_errors(codes, computed, votes)
+
+    def _place(self, request_id: str) -> tuple[int, int, int]:
+        """Stage, units of it that are done, and how many there are: on all ranks the same."""
+        req = self._reqs[request_id]
+        return req.stage, req.unit, self.pipeline.stages[req.stage].units(req)
 
     @contextlib.contextmanager
     def _or_ends(self, stage: Stage, computed: list[Update | StageError]) -> Iterator[None]:
@@ -244,14 +267,18 @@ def _diverged(index: int, votes: list[list[int]]) -> ErrorInfo | None:
     odd = [rank for rank, value in enumerate(prints) if value != prints[0]]
     if not odd:
         return None
-    return RanksDiverged(f"ranks {odd} computed other values than rank 0; the result would depend on the rank").info()
+    rule = f"ranks {odd} computed other values than rank 0, or have other units to do"
+    return RanksDiverged(f"{rule}; the result would depend on the rank").info()
 
 
-def fingerprint(update: Update) -> int:
-    """32 bits that differ when a branch, a latent or a new frame differs in any bit or place (CRC-32)."""
-    total = 0
+def fingerprint(update: Update, place: tuple[int, ...] = ()) -> int:
+    """32 bits that differ when a timestep, a branch, a latent or a new frame differs in any bit, place or shape, or the
+    ``place`` of the unit does (CRC-32)."""
+    total = zlib.crc32(repr(place).encode())
     # Of the frames, the part that this unit added.
-    for tensor in (update.latents, *_tensors(update.branches), *_tensors(update.frames)[-1:]):
+    for tensor in (update.timesteps, update.latents, *_tensors(update.branches), *_tensors(update.frames)[-1:]):
+        if isinstance(tensor, torch.Tensor):
+            total = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), total)
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             total = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data, total)
     return total

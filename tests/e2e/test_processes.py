@@ -212,6 +212,20 @@ def test_a_request_that_kills_the_server_twice_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["skip", "hang"])
+def test_a_rank_that_others_wait_for_is_named(
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One that skips a collective has voted, and it is the other that never ends."""
+    monkeypatch.setenv("DIFFGEN_FAULT", f"{kind}@denoise:1:1:*:bad ")
+    options: dict[str, Any] = {"num_gpus": 2, "unit_timeout": 5, "max_restarts": 0, "log_level": "error"}
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
+        late = r"ranks \[0\] .* after 5 s, and ranks \[1\] wait" if kind == "skip" else r"ranks \[0, 1\] .* after 5 s"
+        with pytest.raises(WorkerDied, match=late):
+            generator.generate("bad ", seed=1, timeout=60, **FAST)
+
+
+@pytest.mark.slow
 def test_a_server_that_may_not_restart_says_why_it_ended(tiny_wan: Path, root: Path) -> None:
     generator = DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", max_restarts=0)
     try:
@@ -269,6 +283,10 @@ FAULTS: dict[str, tuple[str, type[DiffgenError], str]] = {
     "odd-latents": ("nan@denoise:1", NanOutput, "denoise: .* latents"),
     "odd-frames": ("nan@decode:0", NanOutput, "decode: .* decoded pixels"),
     "differs": ("differ@denoise:1", RanksDiverged, r"ranks \[1\]"),
+    "differing-text": ("differ@encode:0", RanksDiverged, r"ranks \[1\]"),
+    "differing-noise": ("differ@latents:0", RanksDiverged, r"ranks \[1\]"),
+    "differing-frames": ("differ@decode:0", RanksDiverged, r"ranks \[1\]"),
+    "skips": ("skip@decode:0", RanksDiverged, r"ranks \[1\]"),
 }
 
 
@@ -278,7 +296,10 @@ def test_failures_on_one_rank_are_answered_and_pass(
     tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """Each ends its request with that rank's reason; its company and all later ones go on with the same pixels."""
-    last, cases = ranks - 1, {name: FAULTS[name] for name in FAULTS if ranks > 1 or name != "differs"}
+    last, cases = (
+        ranks - 1,
+        {name: FAULTS[name] for name in FAULTS if ranks > 1 or FAULTS[name][1] is not RanksDiverged},
+    )
     faults = [f"{where}:{last}:*:{name} " for name, (where, _, _) in cases.items()]
     monkeypatch.setenv("DIFFGEN_FAULT", ";".join([*faults, f"raise@forward:1:{last}:1:once "]))
     options: dict[str, Any] = {"num_gpus": ranks, "parallel_decode": False, "log_level": "error"}

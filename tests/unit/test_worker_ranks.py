@@ -28,18 +28,28 @@ class Stage:
     prepares = False
     stepped = False
     name = "stage"
-    def units(self, req): return 2
+    def units(self, req): return 2 + (rank if req.params.prompt == "more units" else 0)
     def batch_key(self, req): return "all"
     def run(self, reqs, ctx):
         for req in reqs:
             if rank == 1 and req.params.prompt.startswith("fail "):
                 raise RuntimeError(req.params.prompt[5:])
-        return [
-            Update(latents=torch.arange(3.0) + (rank if req.params.prompt == "diverge" else 0)) for req in reqs
-        ]
+        return [self.update(req.params.prompt) for req in reqs]
+    def update(self, prompt):
+        values = torch.arange(3.0)
+        if rank == 1 and prompt == "not finite":
+            values = values / 0
+        if rank == 1 and prompt == "shape":
+            values = values[None]
+        frames = torch.full((1, 1, 2, 2, 3), rank if prompt == "frames" else 0, dtype=torch.uint8)
+        return Update(latents=values + (rank if prompt == "diverge" else 0), frames=(frames,))
+
+class Last(Stage):
+    name = "last"
+    def units(self, req): return int(rank == 0 and req.params.prompt == "ends early")
 
 class Small:
-    stages = [Stage()]
+    stages = [Stage(), Last()]
     spec = ModelSpec(name="m", family="f", defaults={}, size_multiple=1, frame_stride=0, guidance=None)
 
 worker = GPUWorker(Small, ParallelExecutor(torch.device("cpu")), control)
@@ -51,6 +61,8 @@ for number, prompts in enumerate(json.loads(sys.argv[3])):
     ids = [f"{number}-{index}" for index in range(len(prompts))]
     admits = tuple(Admit(i, SamplingParams(prompt=p, seed=1), ()) for i, p in zip(ids, prompts))
     outcomes, _ = worker.tick(Plan(tick=number, admit=admits, ids=tuple(ids)))
+    for stage in (0, 1) if prompts == ["ends early"] else ():
+        outcomes, _ = worker.tick(Plan(tick=number, stage=stage, ids=tuple(ids)))
     report["ticks"].append([
         [o.step, o.error and o.error.kind, o.error and o.error.message, worker._reqs[o.id].latents is None]
         for o in outcomes
@@ -98,7 +110,23 @@ def test_ranks_vote_commit_and_refuse_as_one(tmp_path: Path) -> None:
     assert diverged[1] == "RanksDiverged"
     assert "ranks [1]" in diverged[2]
     assert first["ticks"][3] == [[1, None, None, False]]
-    assert first["units"] == {"stage": 3}
+    assert first["units"] == {"stage": 3, "last": 0}
+
+
+@pytest.mark.slow
+def test_whatever_differs_is_named(tmp_path: Path) -> None:
+    ticks = [["more units"], ["frames"], ["shape"], ["not finite"], ["ends early"], ["good"]]
+    first, second = _run(tmp_path, ticks)
+    *differing, odd, early, good = first["ticks"]
+    for ((step, kind, message, dropped),) in differing:
+        assert (step, kind, dropped) == (0, "RanksDiverged", True)
+        assert "ranks [1] computed other values than rank 0, or have other units to do" in message
+    assert odd[0][1] == "NanOutput"
+    assert odd[0][2].startswith("rank 1: stage: 3 of 3 latents are not finite")
+    # Rank 1 has ended the request when rank 0 plans its last stage.
+    assert early == [[0, "RanksDiverged", "rank 1: request 4-0 is over on this rank, and in last on rank 0", False]]
+    assert second["ticks"][4] == []
+    assert good == second["ticks"][5] == [[1, None, None, False]]
 
 
 @pytest.mark.slow
