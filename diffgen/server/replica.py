@@ -191,12 +191,12 @@ class Replica:
             silent = now - rank.status.last_seen
             if silent > SILENCE_S:
                 return WorkerDied(f"rank {rank.status.rank} has given no sign of life for {silent:.0f} s")
-        beats = [rank.status.heartbeat for rank in self._ranks]
-        since = [beat.unit_since for beat in beats if beat is not None and beat.unit_since is not None]
+        beats = {rank.status.rank: beat for rank in self._ranks if (beat := rank.status.heartbeat) is not None}
+        since = [beat.unit_since for beat in beats.values() if beat.unit_since is not None]
         if self.ready and since and time.time() - min(since) > run.unit_timeout:
-            waiting = [rank for rank, beat in enumerate(beats) if beat is not None and beat.voted]
-            missing = [rank for rank in range(len(beats)) if rank not in waiting]
-            what = f"ranks {missing} have not ended a unit after {run.unit_timeout:g} s"
+            waiting = [rank for rank, beat in beats.items() if beat.voted]
+            busy = [rank for rank, beat in beats.items() if beat.unit_since is not None and not beat.voted]
+            what = f"ranks {busy or sorted(beats.keys() - waiting)} have not ended a unit after {run.unit_timeout:g} s"
             others = f", and ranks {waiting} wait for them" if waiting else ""
             return WorkerDied(f"{what}{others}; see unit_timeout")
         return None

@@ -75,7 +75,7 @@ class GPUWorker:
             try:
                 return self._tick(plan)
             finally:
-                self.progress.unit_since, self.progress.voted = None, False
+                self.progress.unit_since = None
 
     def _tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
         self.progress.tick = plan.tick
@@ -84,6 +84,7 @@ class GPUWorker:
             self._reqs.pop(request_id, None)
         for admit in plan.admit:
             self._reqs[admit.id] = _enter(admit)
+            self._position(self._reqs[admit.id])  # past stages of no units
         for slot in plan.evict:
             del self._texts[slot]
         if not plan.ids:
@@ -96,6 +97,7 @@ class GPUWorker:
             torch.cuda.synchronize()
         with self._or_ends(stage, computed):
             errors = self._vote(plan, computed)
+        self.progress.voted = False
         held = [self._reqs.get(request_id) for request_id in plan.ids]
         if errors:
             return [
