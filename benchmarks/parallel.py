@@ -180,7 +180,8 @@ def table(
         print(f"| {_name(dims)} | {gains} | {sent:.2f} | {_apart(output, whole)} |", flush=True)
     if profile:
         print("\nSeconds of a step by the kind of operation, on the slowest rank, and how much less than on one rank\n")
-        print(f"| kind | one rank |{''.join(f' {_name(dims)} |' for dims in layouts)}\n|---|---|{'---|' * len(layouts)}")
+        names = "".join(f" {_name(dims)} |" for dims in layouts)
+        print(f"| kind | one rank |{names}\n|---|---|{'---|' * len(layouts)}")
         for kind in [kind for kind in _KINDS if alone[0][kind] > 0]:
             shares = (f" {rank[kind]:.3f} ({alone[0][kind] / rank[kind]:.2f}x) |" for rank in slowest.values())
             print(f"| {kind} | {alone[0][kind]:.3f} |{''.join(shares)}")
