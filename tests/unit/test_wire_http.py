@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -10,15 +11,17 @@ from collections.abc import Iterator
 import pytest
 from local_http import Quiet, running
 
-from diffgen.errors import ServerClosed
-from diffgen.handle import Restarting
+from diffgen.errors import QueueFull, ServerClosed
+from diffgen.handle import Event
+from diffgen.http.native import _frames
 from diffgen.params import SamplingParams
 from diffgen.wire import http as wire_http
 from diffgen.wire.http import HttpConnection
+from diffgen.wire.messages import Failed, Progress, Restarting
 
 
 class Slow(http.server.ThreadingHTTPServer):
-    """Takes requests, and answers each when it is told to."""
+    """Takes requests, and answers each when it is told to: with ``events``, or until it is cancelled."""
 
     daemon_threads = True
 
@@ -29,6 +32,7 @@ class Slow(http.server.ThreadingHTTPServer):
         self.may_cancel = threading.Event()
         self.may_cancel.set()
         self.cancels: list[str] = []
+        self.events: list[Event] = []
 
 
 class _Handler(Quiet):
@@ -43,8 +47,14 @@ class _Handler(Quiet):
         self.send_header("x-generation-id", "theirs")
         self.send_header("connection", "close")
         self.end_headers()
+        for event in self.server.events:
+            frames = _frames(event)
+            self.wfile.write(struct.pack(">I", len(frames)))
+            for frame in frames:
+                self.wfile.write(struct.pack(">Q", len(frame)) + frame)
         self.wfile.flush()
-        self.server.cancelled.wait(10)
+        if not self.server.events:
+            self.server.cancelled.wait(10)
 
     def do_DELETE(self) -> None:
         self.server.cancels.append(self.path)
@@ -105,3 +115,20 @@ def test_closing_does_not_wait_for_a_server_that_hangs_or_is_gone(slow: Slow, mo
     for handle in handles:
         with pytest.raises(ServerClosed):
             handle.result(0)
+
+
+@pytest.mark.timeout(30)
+def test_a_death_of_the_ranks_behind_the_server_is_told(slow: Slow) -> None:
+    failed = Failed("theirs", QueueFull("full").info())
+    slow.events = [Progress("theirs", "denoise", 1, 2), Restarting("theirs"), failed]
+    slow.may_answer.set()
+    connection = HttpConnection(slow.url)
+    handle = connection.submit(SamplingParams(prompt="a"))
+    with pytest.raises(QueueFull):
+        handle.result(10)
+    assert [(type(event), event.id) for event in handle.events()] == [
+        (Progress, handle.id),
+        (Restarting, handle.id),
+        (Failed, handle.id),
+    ]
+    connection.close()
