@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
-from diffgen.distributed.axis import EmptyGroup
-from diffgen.distributed.tensor import TensorPlan, slice_empty
+from diffgen.distributed.axis import AxisGroup, EmptyGroup
+from diffgen.distributed.tensor import TensorPlan, fill_sliced, slice_empty
 from diffgen.errors import ModelError
 
 
@@ -38,6 +39,43 @@ def test_every_part_is_cut(ranks: int) -> None:
     assert model.inner.weight.shape == (24 // ranks, 8)
     assert model.outer.weight.shape == (8, 24 // ranks)
     assert model.both.weight.shape == (24, 40 // ranks)
+
+
+class Whole:
+    """A tensor as it is stored."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def get_shape(self) -> list[int]:
+        return list(self._values.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._values[index]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_parts_add_up(ranks: int) -> None:
+    """What column-wise layers give side by side, and row-wise ones as a sum, is what the whole model gives."""
+    torch.manual_seed(0)
+    whole = Attention()
+    weights = [(name, Whole(values.detach())) for name, values in whole.named_parameters()]
+    inputs, packed = torch.randn(3, 8), torch.randn(3, 40)
+    inner, outer, both = [], [], []
+    for rank in range(ranks):
+        with torch.device("meta"):
+            model = Attention()
+        fill_sliced(model, weights, PLAN, AxisGroup(rank, ranks), "here")
+        inner.append(model.inner(inputs))
+        # Without the sum over ranks that does not come here.
+        for layer in (model.outer, model.both):
+            layer._forward_hooks.clear()
+        outer.append(model.outer(inner[-1]))
+        first, second = packed[:, :24].chunk(ranks, 1)[rank], packed[:, 24:].chunk(ranks, 1)[rank]
+        both.append(model.both(torch.cat([first, second], 1)))
+    torch.testing.assert_close(torch.cat(inner, 1), whole.inner(inputs))
+    torch.testing.assert_close(sum(outer), whole.outer(whole.inner(inputs)))
+    torch.testing.assert_close(sum(both), whole.both(packed))
 
 
 @pytest.mark.parametrize(
