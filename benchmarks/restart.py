@@ -14,8 +14,8 @@ import statistics
 import time
 
 from diffgen import DiffGenerator
-from diffgen.handle import Restarting
 from diffgen.loading.hub import BUNDLED
+from diffgen.wire.messages import Restarting
 
 SMALL = {"prompt": "a red circle", "width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 1, "seed": 1}
 
