@@ -85,9 +85,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, int]]] 
 # Kinds of operations that a profile tells apart, by the start of torch's names. Everything else is norms, modulation,
 # rotation, residuals: what reads and writes tokens and computes little.
 _KINDS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::mkldnn"),
-    "attention": ("aten::_scaled_dot", "aten::_flash", "aten::scaled_dot"),
-    "convolutions": ("aten::_slow_conv", "aten::slow_conv", "aten::convolution", "aten::_convolution", "aten::thnn"),
+    "convolutions": ("aten::mkldnn_conv", "aten::_slow_conv", "aten::slow_conv", "aten::thnn_conv"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_linear"),
+    "attention": ("aten::_scaled_dot", "aten::_flash"),
     "everything else": ("aten::",),
 }
 

@@ -29,14 +29,16 @@ def map_rows_over(group: AxisGroup, predict: Predict, rows: Sequence[Row], local
     first = sum(sizes[: group.rank])
     failure: Exception | None = None
     mine: list[torch.Tensor] = []
+    code = 0
     try:
         share = [_one_output(rows[index], place) for index, place in single[first : first + sizes[group.rank]]]
-        mine = local(predict, share) if share else []
+        if share:
+            mine = local(predict, share)
+            code = _DTYPES.index(mine[0].dtype) + 1
     except Exception as error:
         # The peers wait for this rank's part: they must hear of it before it is told.
-        failure = error
+        failure, code = error, -1
     device = rows[0].latents.device
-    code = -1 if failure is not None else _DTYPES.index(mine[0].dtype) + 1 if mine else 0
     codes = group.all_gather(torch.tensor([code], device=device), [1] * group.size, 0).tolist()
     if failure is not None:
         raise failure

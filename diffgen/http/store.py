@@ -114,9 +114,12 @@ class Store:
         """Store a new job; the one that its Idempotency-Key has stored before, if any."""
         self._forget_gone()  # one of them may have the same key
         encoded = msgspec.json.encode(job)
-        statement = "INSERT INTO videos (id, key, status, job) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING"
-        self._all(statement, job.id, job.key, job.status, encoded)
-        return (None if job.key is None else self.get(job.key, "key")) or job
+        rule = "ON CONFLICT (key) DO NOTHING RETURNING id"
+        statement = f"INSERT INTO videos (id, key, status, job) VALUES (?, ?, ?, ?) {rule}"
+        if self._all(statement, job.id, job.key, job.status, encoded):
+            return job
+        assert job.key is not None  # what has none is in nobody's way
+        return self.get(job.key, "key") or self.add(job)  # it has been deleted meanwhile
 
     def update(self, job: Job) -> None:
         """Store what has become of a job; of one that was deleted meanwhile, remove the files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -176,7 +177,8 @@ def _read(folder: Path) -> list[_Kept]:
                 continue
         except (OSError, struct.error, ValueError, RecursionError, ProtocolError) as error:
             logger.warning("a kept answer cannot be read, so its request would run again: %s", error)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is only in the way, and this process is to start
+            path.unlink()
     return found
 
 
