@@ -84,7 +84,7 @@ class GPUWorker:
             self._reqs.pop(request_id, None)
         for admit in plan.admit:
             self._reqs[admit.id] = _enter(admit)
-            self._position(self._reqs[admit.id])  # past stages of no units
+            self._skip_empty(self._reqs[admit.id])
         for slot in plan.evict:
             del self._texts[slot]
         if not plan.ids:
@@ -201,6 +201,7 @@ class GPUWorker:
                 self._preview(req, before, total)
             if step == total:
                 req.stage, req.unit = req.stage + 1, 0
+            self._skip_empty(req)
             position = self._position(req)
             outcomes.append(Outcome(req.id, stage.name, step, total, position, kept=kept))
             if position is None:
@@ -238,15 +239,18 @@ class GPUWorker:
             return
         self.previews.append((Preview(req.id, req.unit, total, TensorHeader("uint8", pixels.shape)), pixels))
 
-    def _position(self, req: Req) -> Position | None:
-        """The request's place after skipping stages that have nothing to do for it; None at the end."""
-        while req.stage < len(self.pipeline.stages):
-            stage = self.pipeline.stages[req.stage]
-            units = stage.units(req)
-            if units > req.unit:
-                return Position(req.stage, stage.name, req.unit, units, stage.batch_key(req), stage.prepares)
+    def _skip_empty(self, req: Req) -> None:
+        """Move the request past stages that have nothing to do for it."""
+        stages = self.pipeline.stages
+        while req.stage < len(stages) and stages[req.stage].units(req) <= req.unit:
             req.stage, req.unit = req.stage + 1, 0
-        return None
+
+    def _position(self, req: Req) -> Position | None:
+        """The request's place; None at the end."""
+        if req.stage == len(self.pipeline.stages):
+            return None
+        stage = self.pipeline.stages[req.stage]
+        return Position(req.stage, stage.name, req.unit, stage.units(req), stage.batch_key(req), stage.prepares)
 
 
 def _code(item: Update | StageError) -> int:
