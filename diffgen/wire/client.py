@@ -80,8 +80,12 @@ class Connection:
         self.patience = patience
         self._token = token
         self._unanswered = Unanswered()
-        # The server answers in order, so the oldest question is the one answered.
-        self._questions: collections.deque[Answer] = collections.deque()
+        # What answers of each kind are awaited. Those of one kind come in the order of their questions; of several
+        # replicas, a status waits for them all, and what is asked after it does not.
+        self._questions: dict[type, collections.deque[Answer]] = {
+            Status: collections.deque(),
+            Aborted: collections.deque(),
+        }
         self._sent: set[str] = set()  # since the last Welcome
         self._cancelled: set[str] = set()  # asked for and not yet answered
         self._outgoing: Mailbox[msgspec.Struct | tuple[GetStatus | Abort, Answer] | None] = Mailbox()
@@ -242,15 +246,16 @@ class Connection:
         return True
 
     def _send_question(self, question: GetStatus | Abort, answer: Answer) -> None:
-        self._questions.append(answer)
+        self._questions[Status if isinstance(question, GetStatus) else Aborted].append(answer)
         if self._welcomed:
             self._send(question)
         else:
             self._fail_questions(f"no server is connected at {self.address}")
 
     def _fail_questions(self, reason: str) -> None:
-        while self._questions:
-            self._questions.popleft().set_exception(ConnectionFailed(reason))
+        for answers in self._questions.values():
+            while answers:
+                answers.popleft().set_exception(ConnectionFailed(reason))
 
     def _send_request(self, message: Submit) -> None:
         """Send it unless it has ended, has just been sent, or must wait for the next Welcome, which sends it."""
@@ -301,8 +306,9 @@ class Connection:
                 if failed is not None:
                     failed.publish(message, error_from(message.error))
             case Status() | Aborted():
-                if self._questions:
-                    self._questions.popleft().set_result(message)
+                answers = self._questions[type(message)]
+                if answers:
+                    answers.popleft().set_result(message)
             case Preview():
                 pixels = _only_array(message.tensor, tensors)
                 shown = self._unanswered.get(message.id)

@@ -12,22 +12,29 @@ import numpy as np
 import pytest
 from processes import wait_until
 from raw_client import Raw
-from wire_server import PARAMS, Script, Server, draw, ignore
+from wire_server import PARAMS, Script, Server, draw, ignore, output
 
 from diffgen.args import ListenArgs, RunArgs, ServerArgs
-from diffgen.errors import DiffgenError, GenerationError, ServerClosed, WorkerDied
+from diffgen.errors import DiffgenError, ServerClosed, WorkerDied
 from diffgen.handle import GenerationHandle
 from diffgen.params import ModelSpec, SamplingParams
+from diffgen.result import GenerationResult
 from diffgen.server.controller import DataParallelController
+from diffgen.server.outbox import Outbox
 from diffgen.wire.client import Connection
 from diffgen.wire.messages import (
+    Abort,
+    Aborted,
     Accepted,
+    Bye,
     Cancel,
     Closing,
-    Failed,
     GetStatus,
     Hello,
+    Progress,
+    Received,
     Restarting,
+    Result,
     Status,
     Submit,
     Welcome,
@@ -58,28 +65,76 @@ def test_replicas_that_give_up_before_their_first_answer_end_it() -> None:
         controller.stop()
 
 
-def test_a_cancel_of_what_is_on_its_way_is_passed_on(model: ModelSpec) -> None:
-    """The replica keeps the answer."""
-    controller = DataParallelController(ServerArgs(run=RunArgs(device="cpu")))
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    replica = Router(controller._supervisors[0].socket, ListenArgs(), inbox)
-    controller._open()
-    controller._thread.start()
-    try:
-        with Raw(controller.socket) as client:
-            ours, _ = inbox.get(timeout=5)
-            replica.send(ours, Welcome("epoch", model))
+class Lone:
+    """A controller of one replica, which does what the test says."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.controller = DataParallelController(ServerArgs(run=RunArgs(device="cpu")))
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._router = Router(self.controller._supervisors[0].socket, ListenArgs(), self._inbox)
+        self._outbox = Outbox(self._router)
+        self.controller._open()
+        self.controller._thread.start()
+        self._ours, _ = self._inbox.get(timeout=5)
+        self._router.send(self._ours, Welcome("epoch", model))
+
+    def hears(self) -> Any:
+        client, message = self._inbox.get(timeout=5)
+        assert client == self._ours
+        return message
+
+    def draw(self) -> None:
+        """Do as rank 0, until a request has been drawn that is new to it: all of the colour of its seed."""
+        while self._outbox.take(self._ours, message := self.hears()):
+            pass
+        pixels = np.full((1, 1, 2, 2, 3), message.params.seed, np.uint8)
+        self._outbox.send(self._ours, Result(message.id, output(pixels, message.params)), pixels)
+
+    def close(self) -> None:
+        self.controller.stop()
+        self._router.close(Closing())
+
+
+@pytest.fixture
+def lone(model: ModelSpec) -> Iterator[Lone]:
+    made = Lone(model)
+    yield made
+    made.close()
+
+
+def colour(client: Raw) -> int:
+    assert isinstance(client.answer(), Result)
+    return client.tensors[0][0]
+
+
+def test_what_a_client_says_of_its_kept_answers_is_passed_on(lone: Lone) -> None:
+    """And nothing that another says of them."""
+    with Raw(lone.controller.socket) as owner, Raw(lone.controller.socket) as other:
+        assert isinstance(owner.hello(), Welcome)
+        for name in "ab":
+            owner.tell(Submit(name, PARAMS))
+            lone.draw()
+            assert colour(owner) == 3
+        for message in (Bye(), Received("a"), Cancel("a")):
+            other.tell(message)
+        assert isinstance(other.hello(), Welcome)
+        for message in (Cancel("never heard of"), Cancel("a"), Received("a"), Cancel("a"), Bye()):
+            owner.tell(message)
+        assert [lone.hears() for _ in range(3)] == [Cancel("a"), Received("a"), Received("b")]
+
+
+def test_a_kept_answer_is_given_to_no_other_client(lone: Lone) -> None:
+    """What another asks for under its id is a new request, as a single server has it."""
+    with Raw(lone.controller.socket) as owner, Raw(lone.controller.socket) as other:
+        for client, seed in ((owner, 3), (other, 4), (owner, 5)):
             assert isinstance(client.hello(), Welcome)
-            client.tell(Submit("a", SamplingParams(prompt="p")))
-            assert inbox.get(timeout=5)[1].id == "a"
-            replica.send(ours, Failed("a", GenerationError("by design").info()))
-            assert isinstance(client.answer(), Failed)
-            client.tell(Cancel("never heard of"))
-            client.tell(Cancel("a"))
-            assert inbox.get(timeout=5) == (ours, Cancel("a"))
-    finally:
-        controller.stop()
-        replica.close(Closing())
+            client.tell(Submit("a", SamplingParams(prompt="p", seed=seed)))
+            lone.draw()
+            assert colour(client) == seed
+        owner.tell(Submit("a", PARAMS))
+        owner.tell(Submit("b", PARAMS))
+        lone.draw()
+        assert (colour(owner), colour(owner)) == (5, 3), "its own, once more"
 
 
 class Replicas:
@@ -123,6 +178,11 @@ def replicas(model: ModelSpec) -> Iterator[Replicas]:
     made.close()
 
 
+def up(controller: DataParallelController) -> list[int]:
+    assert controller._relay is not None
+    return controller._relay.up()
+
+
 def told(handle: GenerationHandle) -> list[type]:
     return [type(event) for event in handle.events() if isinstance(event, Accepted | Restarting)]
 
@@ -150,7 +210,7 @@ def test_a_request_whose_replica_dies_is_told_and_runs_again(replicas: Replicas,
 def test_a_replica_that_is_back_before_its_death_is_heard_of_is_used(replicas: Replicas) -> None:
     """A late controller finds the death and the welcome of the next life together."""
     controller = replicas.controller
-    wait_until(lambda: controller._turn() and len(controller._up()) == 2, 10, "both are up")
+    wait_until(lambda: controller._turn() and len(up(controller)) == 2, 10, "both are up")
     replicas.servers[0].close()
     replicas.revive(0, draw)
 
@@ -160,10 +220,32 @@ def test_a_replica_that_is_back_before_its_death_is_heard_of_is_used(replicas: R
         return any(isinstance(message, Hello) for message in replicas.servers[0].seen)
 
     wait_until(hello, 10, "it is greeted")
-    assert controller._up() == [1]
+    assert up(controller) == [1]
     controller._supervisors[0]._on_death(())
     controller._turn()
-    assert controller._up() == [0, 1]
+    assert up(controller) == [0, 1]
+
+
+def test_what_a_dead_replica_has_said_does_not_follow_restarting(replicas: Replicas) -> None:
+    """A late controller finds the death before it."""
+
+    def begin(server: Server, client: bytes, message: Submit) -> None:
+        ignore(server, client, message)
+        server.router.send(client, Progress(message.id, "denoise", 1, 2))
+
+    controller, server = replicas.controller, replicas.servers[0]
+    relay = controller._relay
+    assert relay is not None
+    server.script = begin
+    handle = replicas.client.submit(PARAMS)
+    wait_until(lambda: controller._turn() and handle.id in relay._jobs, 10, "it is sent")
+    server.wait_for(Submit)
+    replicas.kill(0, (handle.id,))
+    time.sleep(0.5)  # what it has said is on its way
+    replicas.revive(0, draw)
+    replicas.run()
+    handle.result(10)
+    assert [type(event) for event in handle.events()] == [Restarting, Accepted, Progress, GenerationResult]
 
 
 def test_a_status_waits_for_no_replica_that_has_died_since(replicas: Replicas) -> None:
@@ -175,6 +257,7 @@ def test_a_status_waits_for_no_replica_that_has_died_since(replicas: Replicas) -
     asking.start()
     for server in replicas.servers:
         server.wait_for(GetStatus)
+    assert ask(Abort("unknown"), 20) == Aborted("unknown", False), "which waits for none, and is not taken for it"
     replicas.kill(1)
     replicas.revive(1, draw)
     assert found.get(timeout=10).finished == {"done": 1}

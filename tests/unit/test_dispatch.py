@@ -7,8 +7,8 @@ import collections
 import pytest
 
 from diffgen.params import SamplingParams, parse_params
-from diffgen.server.controller import merged
 from diffgen.server.dispatch import Dispatcher, Load, request_cost
+from diffgen.server.questions import merged
 from diffgen.wire.messages import RequestStatus, Status
 
 
