@@ -20,14 +20,29 @@
         ├── ConnectionFailed
         └── ProtocolError   the two sides speak different versions, or nonsense
 
-``code`` is stable and meant for programs; ``retryable`` says whether the same call may succeed later.
+``code`` is stable and meant for programs; ``retryable`` says whether the same call may succeed later; ``public`` is
+what clients on other machines are told.
 """
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import msgspec
+
+_PART = r"""[^\s/'",;:()\[\]<>]+"""
+# Quoted, or with spaces in its middle at most. Two parts make a path: one alone tells nothing, and "1 /2" is none. What
+# follows a word, as in image/png, or a host's name does not begin one.
+_PATH = re.compile(
+    rf"""(?<=')/[^'/]+/[^']*(?=')|(?<=")/[^"/]+/[^"]*(?=")"""
+    rf"""|(?:(?<=\bfile://)|(?<![\w/.\]]))/{_PART}/(?:{_PART}(?:[ ]{_PART})*/)*(?:{_PART})?"""
+)
+
+
+def without_paths(text: str) -> str:
+    """A text that others have made, as of a model's own exception, without absolute paths."""
+    return _PATH.sub("(path)", text)
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,6 +55,10 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     param: str | None = None
     retry_after: float | None = None
 
+    def public(self) -> ErrorInfo:
+        """As clients on other machines are told it."""
+        return msgspec.structs.replace(self, message=error_from(self).public)
+
 
 class DiffgenError(Exception):
     """Base of all errors here. ``param`` names the parameter at fault, ``retry_after`` is seconds until the same call
@@ -47,6 +66,9 @@ class DiffgenError(Exception):
 
     default_code: ClassVar[str] = "internal_error"
     default_retryable: ClassVar[bool] = False
+    #: What clients on other machines are told in place of the message, which may name this one's files; None where it
+    #: speaks of the request alone.
+    told_outside: ClassVar[str | None] = "the server has failed; its log says more"
 
     def __init__(
         self,
@@ -63,6 +85,11 @@ class DiffgenError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.param = param
         self.retry_after = retry_after
+
+    @property
+    def public(self) -> str:
+        """What clients on other machines are told: the message, where it cannot tell of this machine."""
+        return self.message if self.told_outside is None else self.told_outside
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(type(self).__name__, self.code, self.message, self.retryable, self.param, self.retry_after)
@@ -84,23 +111,32 @@ class DiffgenError(Exception):
 
 class InvalidRequest(DiffgenError, ValueError):
     default_code = "invalid_request"
+    told_outside = None
 
 
 class QueueFull(DiffgenError):
     default_code = "queue_full"
     default_retryable = True
+    told_outside = None
 
 
 class RequestCancelled(DiffgenError):
     default_code = "request_cancelled"
+    told_outside = None
 
 
 class DeadlineExceeded(DiffgenError):
     default_code = "deadline_exceeded"
+    told_outside = None
 
 
 class GenerationError(DiffgenError):
     default_code = "generation_failed"
+
+    @property
+    def public(self) -> str:
+        # It may quote any library, and is all that tells a client what its model cannot do.
+        return without_paths(self.message)
 
 
 class OutOfMemory(GenerationError):
@@ -117,10 +153,12 @@ class RanksDiverged(GenerationError):
 
 class ModelError(DiffgenError):
     default_code = "model_error"
+    told_outside = "the model cannot be served; the server's log says why"
 
 
 class OutputError(DiffgenError):
     default_code = "output_failed"
+    told_outside = "the server cannot store its results now, as when its disk is full; its log says more"
 
 
 class ServerError(DiffgenError):
@@ -135,6 +173,12 @@ class WorkerDied(ServerError):
     default_code = "worker_died"
     default_retryable = True
 
+    @property
+    def public(self) -> str:
+        if self.retryable:
+            return "what runs the model has died; try again later"
+        return "what runs the model may have died of this request, which will not be tried again"
+
 
 # The code of a WorkerDied that tells only that another rank is gone.
 PEER_LOST = "peer_lost"
@@ -144,11 +188,13 @@ PEER_FAILED = "peer_failed"
 
 class ServerClosed(ServerError):
     default_code = "server_closed"
+    told_outside = "the server was stopped"
 
 
 class ConnectionFailed(ServerError):
     default_code = "connection_failed"
     default_retryable = True
+    told_outside = "what runs the model does not answer; try again later"
 
 
 class ProtocolError(ServerError):

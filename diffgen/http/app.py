@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from diffgen.errors import DiffgenError, InvalidRequest
-from diffgen.fields import nearest_name
+from diffgen.errors import DiffgenError
 from diffgen.http import health, images, models, native, page, schema, videos
 from diffgen.http.args import HttpArgs, is_loopback, names
 from diffgen.http.errors import HttpError, from_diffgen, internal_error
 from diffgen.http.guard import Access, Guard, exchange_of
+from diffgen.http.params import unknown
 from diffgen.http.service import Service, service_of
 
 metrics_router = APIRouter()
@@ -35,7 +35,7 @@ async def metrics(request: Request) -> Response:
 def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     """What a server runs."""
     # FastAPI's own pages load scripts from elsewhere.
-    app = FastAPI(docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_unknown)])
+    app = FastAPI(docs_url=None, redoc_url=None, dependencies=[Depends(_check_address)])
     app.state.service, app.state.probe = service, health.Probe()
     for routes in (images, videos, models, native, health, page):
         app.include_router(routes.router)
@@ -57,14 +57,15 @@ def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     )
 
 
-async def _refuse_unknown(request: Request) -> None:
-    """Of the parameters in an address under /v1. Raises :class:`InvalidRequest`."""
-    if not request.url.path.startswith("/v1/") or service_of(request).ignores_unknown:
+async def _check_address(request: Request) -> None:
+    """Of the parameters in an address under /v1. Raises :class:`InvalidRequest` for an unknown one, or notes it."""
+    if not request.url.path.startswith("/v1/"):
         return
     known = inspect.signature(request.scope["endpoint"]).parameters.keys() - {"request", *request.path_params}
-    for name in request.query_params.keys() - known:
-        remedy = nearest_name(name, known) if known else "this address takes none"
-        raise InvalidRequest(f"unknown parameter {name!r:.100}; {remedy}", code="unknown_parameter", param=name)
+    exchange = exchange_of(request.scope)
+    exchange.warnings = unknown(request.query_params, known, ignore=service_of(request).ignores_unknown)
+    if exchange.warnings:
+        exchange.notes["warnings"] = exchange.warnings  # not every answer has a place for them
 
 
 def _hosts(args: HttpArgs) -> tuple[str, ...] | None:
@@ -77,7 +78,10 @@ def _hosts(args: HttpArgs) -> tuple[str, ...] | None:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     found = _as_http(request, error)
-    exchange_of(request.scope).notes["code"] = found.code
+    notes = exchange_of(request.scope).notes
+    notes["code"] = found.code
+    if isinstance(error, DiffgenError) and error.message != found.message:
+        notes["error"] = error.message  # which the client is not told
     return found.response()
 
 

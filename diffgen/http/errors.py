@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,19 +73,14 @@ _STATUS: dict[type[DiffgenError], int] = {
 }
 
 
-# Of this machine: quoted, of a socket, or up to what ends a word.
-_PATH = re.compile(r"""(?<=')/[^']+(?=')|(?<=")/[^"]+(?=")|\bipc:/[^\s'",;:)]+|(?<![\w/:.])/[^\s'",;:()]+""")
-
-
 def from_diffgen(error: DiffgenError) -> HttpError:
-    """What a client is told of an error of the server's: without paths, which stand in texts that others have made."""
+    """What a client is told of an error of the server's."""
     status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
     if isinstance(error, WorkerDied) and error.retryable:
         status = 503
     kind = "rate_limit_error" if isinstance(error, QueueFull) else None
     again = (error.retry_after or RETRY_S) if status == 503 else None
-    message = error.message if isinstance(error, InvalidRequest) else _PATH.sub("(path)", error.message)
-    return HttpError(status, error.code, message, kind=kind, param=error.param, retry_after=again)
+    return HttpError(status, error.code, error.public, kind=kind, param=error.param, retry_after=again)
 
 
 def internal_error() -> HttpError:

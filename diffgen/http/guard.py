@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import FileResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffgen.http.errors import HttpError
@@ -25,11 +26,14 @@ _QUIET = frozenset({"/health", "/ready", "/metrics", "/v2/health/live", "/v2/hea
 
 @dataclasses.dataclass
 class Exchange:
-    """One request and its answer. ``notes`` go into its log line; ``trace`` is that of work that it has begun."""
+    """One request and its answer. ``notes`` go into its log line; ``trace`` is that of work that it has begun;
+    ``warnings`` are of parameters in its address."""
 
     id: str
     began: float
+    method: str
     status: int = 0
+    warnings: list[str] = dataclasses.field(default_factory=list)
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     trace: Trace | None = None
 
@@ -38,6 +42,13 @@ def exchange_of(scope: Scope) -> Exchange:
     found = scope["state"]["exchange"]
     assert isinstance(found, Exchange)
     return found
+
+
+class FileAnswer(FileResponse):
+    """A file. Of one that a HEAD asks for, only the size and the like are looked up."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__({**scope, "method": exchange_of(scope).method}, receive, send)
 
 
 class Access:
@@ -97,7 +108,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(f"req_{uuid.uuid4().hex}", time.monotonic())
+        exchange = Exchange(f"req_{uuid.uuid4().hex}", time.monotonic(), scope["method"])
         scope.setdefault("state", {})["exchange"] = exchange
         headers = Headers(scope=scope)
         # A HEAD is answered as a GET, of which the server that calls this leaves out the body.
@@ -118,14 +129,14 @@ class Guard:
         else:
             await self._app(asked, limited, send_marked)
         finally:
-            self._end({**asked, "method": scope["method"]}, exchange, headers)
+            self._end(asked, exchange, headers)
 
     def _end(self, scope: Scope, exchange: Exchange, headers: Headers) -> None:
         if exchange.trace is not None:
             exchange.trace.end()
         seconds = time.monotonic() - exchange.began
         route = getattr(scope.get("route"), "path", "unknown")
-        self._observe(route, scope["method"], exchange.status, seconds)
+        self._observe(route, exchange.method, exchange.status, seconds)
         level = logging.ERROR if exchange.status in (0, 500) else logging.INFO
         if scope["path"] in _QUIET and level == logging.INFO:
             level = logging.DEBUG
@@ -134,7 +145,7 @@ class Guard:
         logger.log(
             level,
             "%s %s %s",
-            scope["method"],
+            exchange.method,
             _printable(scope["path"]),
             exchange.status or "no answer",
             extra={"request_id": exchange.id, "seconds": round(seconds, 4), **notes},

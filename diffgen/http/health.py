@@ -15,7 +15,7 @@ from starlette.responses import Response
 from diffgen.api import DiffGenerator
 from diffgen.errors import DiffgenError
 from diffgen.http import schema
-from diffgen.http.errors import HttpError, from_diffgen, json_response
+from diffgen.http.errors import HttpError, json_response
 from diffgen.http.service import Service, service_of
 from diffgen.server.replica import RankStatus
 
@@ -114,6 +114,6 @@ class Probe:
         except TimeoutError:
             raise HttpError(503, "unhealthy", f"no picture within {_PROBE_S:g} s", retry_after=_PROBE_S) from None
         except DiffgenError as error:
-            raise HttpError(503, "unhealthy", from_diffgen(error).message, retry_after=5) from None
+            raise HttpError(503, "unhealthy", error.public, retry_after=5) from None
         self._ended = time.monotonic()
         return self._ended - began

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from diffgen.errors import DiffgenError, InvalidRequest
 from diffgen.http import schema
 from diffgen.http.bodies import read_body
 from diffgen.http.errors import HttpError, json_response
-from diffgen.http.guard import exchange_of
+from diffgen.http.guard import FileAnswer, exchange_of
 from diffgen.http.params import (
     HIDDEN,
     ImageOptions,
@@ -53,8 +53,9 @@ async def generate(request: Request) -> Response:
     params = with_previews(check_image(params, options), options.partial_images, generator.model)
     note_params(request, params)
     work = service.works.begin(request, values, lambda: service.traced(request, generator.submit(params)))
-    exchange_of(request.scope).notes["generation"] = work.handle.id
-    answer = ImageAnswer(service, request, options, work, tuple(warnings))
+    exchange = exchange_of(request.scope)
+    exchange.notes["generation"] = work.handle.id
+    answer = ImageAnswer(service, request, options, work, (*exchange.warnings, *warnings))
     if options.stream:
         return await stream(answer, options.partial_images or 0)
     try:
@@ -209,7 +210,7 @@ async def content(request: Request, image_id: str, variant: str = "0") -> Respon
         raise HttpError(404, "image_expired", f"image {image_id} was kept {service.args.media_ttl:g} s")
     if not path.exists():
         raise HttpError(404, "image_not_found", f"image {image_id} has no variant {variant[:9]}", param="variant")
-    return FileResponse(path, media_type=media_type)
+    return FileAnswer(path, media_type=media_type)
 
 
 @router.post("/v1/images/edits", **schema.refuses())

@@ -16,14 +16,13 @@ from diffgen.api import DiffGenerator
 from diffgen.errors import (
     ConnectionFailed,
     DiffgenError,
-    ModelError,
+    InvalidRequest,
     OutputError,
     QueueFull,
     ServerClosed,
     WorkerDied,
 )
 from diffgen.handle import Event, GenerationHandle, Preview, is_final
-from diffgen.http.errors import from_diffgen
 from diffgen.http.metrics import Metrics
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Trace
@@ -50,7 +49,7 @@ class Live:
     handle: GenerationHandle | None = None
     progress: int = 0
     ahead: int | None = None
-    ends_at: float | None = None  # time.time()
+    ends_at: float | None = None  # time.monotonic()
     previews: int = 0
     preview: Preview | None = None  # the newest
     deleted: bool = False
@@ -60,7 +59,7 @@ class Live:
         if isinstance(event, Accepted):
             self.ahead = event.ahead
         if isinstance(event, Accepted | Progress) and event.eta is not None:
-            self.ends_at = time.time() + event.eta
+            self.ends_at = time.monotonic() + event.eta
         if isinstance(event, Preview):
             self.previews, self.preview = self.previews + 1, event
         if isinstance(event, Progress):
@@ -110,7 +109,7 @@ class VideoJobs:
             refusal: DiffgenError | None = None
             if job.model != generator.model.name:
                 reason = f"it was for the model {job.model}, and this server now serves {generator.model.name}"
-                refusal = ModelError(reason, code="model_not_found")
+                refusal = InvalidRequest(reason, code="model_not_found")
             elif job.attempts >= MAX_ATTEMPTS:
                 reason = f"the server has stopped {job.attempts} times meanwhile"
                 refusal = WorkerDied(reason, retryable=False)
@@ -154,7 +153,7 @@ class VideoJobs:
                 live.handle.cancel()  # where it was the store that failed, the work goes on
             # What ended with the server runs again in the next one.
             if not (isinstance(error, ServerClosed | ConnectionFailed) or (error.retryable and self.stopping)):
-                await self._fail(live, error.code, from_diffgen(error).message)
+                await self._fail(live, error.code, error.public)
         except Exception as error:  # the border of the task: nobody else would end the job
             failure = "internal_error"
             logger.exception("a video job failed", extra={"video": live.job.id})

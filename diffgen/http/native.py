@@ -16,11 +16,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from diffgen.errors import error_from
 from diffgen.handle import Event, Preview
 from diffgen.http import schema
 from diffgen.http.bodies import parse_json
-from diffgen.http.errors import from_diffgen, json_response
+from diffgen.http.errors import json_response
 from diffgen.http.guard import exchange_of
 from diffgen.http.images import note_params
 from diffgen.http.service import service_of
@@ -104,8 +103,7 @@ def _frames(event: Event) -> list[bytes | memoryview]:
         )
         return codec.encode(messages.Result(event.id, output), event.raw)
     if isinstance(event, messages.Failed):
-        told = from_diffgen(error_from(event.error)).message
-        return codec.encode(messages.Failed(event.id, msgspec.structs.replace(event.error, message=told)))
+        return codec.encode(messages.Failed(event.id, event.error.public()))
     return codec.encode(event)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -93,12 +93,8 @@ def known_fields(options: type[CommonOptions]) -> dict[str, Field]:
 
 def split(values: Mapping[str, Any], options: type[O], *, ignore_unknown: bool) -> tuple[SamplingParams, O, list[str]]:
     """Parameters, options and warnings. Raises :class:`InvalidRequest` for what is unknown or wrong."""
-    known, warnings = known_fields(options), []
-    for name in [name for name in values if name not in known]:
-        if not ignore_unknown:
-            remedy = nearest_name(name, known)
-            raise InvalidRequest(f"unknown parameter {name!r:.100}; {remedy}", code="unknown_parameter", param=name)
-        warnings.append(f"{name!r:.100} has no effect: it is not known")
+    known = known_fields(options)
+    warnings = unknown(values, known, ignore=ignore_unknown)
     mine = fields(options)
     built = build(options, {name: values[name] for name in mine if name in values})
     sampling = {name: value for name, value in values.items() if name in known and name not in mine}
@@ -109,6 +105,16 @@ def split(values: Mapping[str, Any], options: type[O], *, ignore_unknown: bool) 
     if count is not None and count > MAX_N:
         refuse("n", f"n is {count}; a request over HTTP makes at most {MAX_N}, as in OpenAI's API; send several")
     return params, built, warnings + _idle(built)
+
+
+def unknown(given: Iterable[str], known: Collection[str], *, ignore: bool) -> list[str]:
+    """Warnings of the names that are not known. Raises :class:`InvalidRequest` unless they are to be ignored."""
+    names = [name for name in given if name not in known]
+    if names and not ignore:
+        remedy = nearest_name(names[0], known) if known else "this address takes none"
+        told = f"unknown parameter {names[0]!r:.100}; {remedy}"
+        raise InvalidRequest(told, code="unknown_parameter", param=names[0])
+    return [f"{name!r:.100} has no effect: it is not known" for name in names]
 
 
 def _seconds(text: str) -> float:

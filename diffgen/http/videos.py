@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from diffgen.errors import InvalidRequest, QueueFull
 from diffgen.http import schema
 from diffgen.http.bodies import read_body
 from diffgen.http.errors import HttpError, json_response
-from diffgen.http.guard import exchange_of
+from diffgen.http.guard import FileAnswer, exchange_of
 from diffgen.http.images import note_params, shown_params
 from diffgen.http.jobs import Live
 from diffgen.http.params import VideoOptions, as_clip, check_model, known_fields, split, with_previews
@@ -59,13 +59,13 @@ async def create(request: Request) -> Response:
         rule = "use /v1/images/generations for a still image"
         raise InvalidRequest(f"num_frames is 1: {rule}", code="invalid_num_frames", param="num_frames")
     encode.check_even(resolved.params.width or 0, resolved.params.height or 0)
-    trace = service.begin_trace("video", request)
+    trace, exchange = service.begin_trace("video", request), exchange_of(request.scope)
     job = Job(
         id=f"video_{uuid.uuid4().hex}",
         model=service.model.name,
         params=resolved.params,
         created_at=time.time(),
-        warnings=(*warnings, *resolved.warnings),
+        warnings=(*exchange.warnings, *warnings, *resolved.warnings),
         key=key,
         digest=fingerprint(values),
         trace={} if trace is None else trace.headers,
@@ -74,7 +74,7 @@ async def create(request: Request) -> Response:
     if stored.digest != job.digest:
         raise reused_key()
     note_params(request, resolved.params)
-    exchange_of(request.scope).notes["video"] = stored.id
+    exchange.notes["video"] = stored.id
     return json_response(_view(service, stored), headers=_POLL)
 
 
@@ -104,7 +104,7 @@ def _view(service: Service, job: Job) -> dict[str, Any]:
         "timings": {stage: round(seconds, 6) for stage, seconds in job.timings.items()},
         "inference_time_s": round(job.timings["total"], 6) if "total" in job.timings else None,
         "peak_memory_mb": round(job.peak_memory_mb, 1) or None,
-        "eta": round(max(0.0, live.ends_at - time.time()), 1) if live is not None and live.ends_at else None,
+        "eta": round(max(0.0, live.ends_at - time.monotonic()), 1) if live is not None and live.ends_at else None,
         "ahead": live.ahead if live is not None and job.status == "queued" else None,
         "previews": 0 if live is None else live.previews,
     }
@@ -155,7 +155,9 @@ def _not_found(video_id: str, param: str = "video_id") -> HttpError:
 @router.get("/v1/videos/{video_id}", **schema.gives("Video"))
 async def retrieve(request: Request, video_id: str) -> Response:
     service = service_of(request)
-    return json_response(_view(service, await _find(service, video_id)), headers=_POLL)
+    shown = _view(service, await _find(service, video_id))
+    shown["warnings"] += exchange_of(request.scope).warnings
+    return json_response(shown, headers=_POLL)
 
 
 @router.delete("/v1/videos/{video_id}", **schema.gives("DeletedVideo"))
@@ -186,7 +188,7 @@ async def content(request: Request, video_id: str, variant: str = "video") -> Re
     path = service.store.path(name.format(id=job.id), extension)
     if (job.expires_at is not None and time.time() > job.expires_at) or not path.exists():
         raise HttpError(404, "video_expired", f"video {video_id} was kept {service.args.media_ttl:g} s")
-    return FileResponse(path, media_type=media_type)
+    return FileAnswer(path, media_type=media_type)
 
 
 async def _preview(service: Service, job: Job) -> Response:

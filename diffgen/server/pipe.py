@@ -55,7 +55,8 @@ class Ready(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Each second, from a thread, so that a long unit does not look like death."""
+    """Each second, from a thread, so that a long unit does not look like death. ``unit_since`` is of the system's
+    monotonic clock."""
 
     tick: int
     units: dict[str, int]

@@ -245,7 +245,10 @@ class Relay:
             self._served[message.id] = (job.client, index)
             while len(self._served) > _MOST_SERVED:
                 del self._served[next(iter(self._served))]
-        self._router.forward(job.client, frames)
+        if isinstance(message, Failed):
+            self._router.send(job.client, message)  # told by where the client is
+        else:
+            self._router.forward(job.client, frames)
 
     def _leave(self, client: bytes) -> None:
         self._away.pop(client, None)

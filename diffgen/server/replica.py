@@ -193,7 +193,7 @@ class Replica:
                 return WorkerDied(f"rank {rank.status.rank} has given no sign of life for {silent:.0f} s")
         beats = {rank.status.rank: beat for rank in self._ranks if (beat := rank.status.heartbeat) is not None}
         since = [beat.unit_since for beat in beats.values() if beat.unit_since is not None]
-        if self.ready and since and time.time() - min(since) > run.unit_timeout:
+        if self.ready and since and now - min(since) > run.unit_timeout:
             waiting = [rank for rank, beat in beats.items() if beat.voted]
             busy = [rank for rank, beat in beats.items() if beat.unit_since is not None and not beat.voted]
             what = f"ranks {busy or sorted(beats.keys() - waiting)} have not ended a unit after {run.unit_timeout:g} s"

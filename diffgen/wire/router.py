@@ -39,7 +39,8 @@ class _Identified(msgspec.Struct, tag="Submit"):
 
 
 class Router:
-    """Receives client messages into ``inbox``; sends what :meth:`send` is given. Malformed input is only counted.
+    """Receives client messages into ``inbox``; sends what :meth:`send` is given, to clients over TCP errors without
+    what they tell of this machine. Malformed input is only counted.
 
     A client whose connection has ended is forgotten, and :class:`Gone` put into the inbox; it is known again by its
     next message.
@@ -50,12 +51,14 @@ class Router:
     def __init__(self, private: str, listen: ListenArgs, inbox: queue.SimpleQueue[Any] | Mailbox[Any]) -> None:
         self.inbox = inbox
         self.malformed = 0
-        self._outgoing: Mailbox[tuple[bytes, list[bytes | memoryview]] | None] = Mailbox()
+        self._outgoing: Mailbox[tuple[bytes, list[bytes | memoryview] | Failed] | None] = Mailbox()
         self._context = zmq.Context()
         self._sockets = [self._bind(private)]
         self._authenticator: ThreadAuthenticator | None = None
         if listen.address is not None:
             self._sockets.append(self._bind(listen.address, listen.token))
+        over_tcp = listen.address is not None and listen.address.startswith("tcp:")
+        self._outside = self._sockets[-1] if over_tcp else None
         last = self._sockets[-1].getsockopt(zmq.LAST_ENDPOINT)
         self.address = last.rstrip(b"\0").decode() if isinstance(last, bytes) else str(last)
         self._owner: dict[bytes, zmq.Socket[bytes]] = {}
@@ -92,7 +95,8 @@ class Router:
         return socket
 
     def send(self, client: bytes, message: msgspec.Struct, tensor: Any = None) -> None:
-        self._outgoing.put((client, codec.encode(message, tensor)))
+        # How an error is told depends on the client's socket, which the thread knows.
+        self._outgoing.put((client, message if isinstance(message, Failed) else codec.encode(message, tensor)))
 
     def forward(self, client: bytes, frames: Sequence[Any]) -> None:
         """Send a message that is encoded already, as another server has sent it."""
@@ -165,10 +169,14 @@ class Router:
         for item in self._outgoing.take():
             if item is None:
                 return False
-            client, frames = item
+            client, content = item
             socket = self._owner.get(client)
-            if socket is not None:
-                self._deliver(socket, client, frames)
+            if socket is None:
+                continue
+            if isinstance(content, Failed):
+                error = content.error.public() if socket is self._outside else content.error
+                content = codec.encode(Failed(content.id, error))
+            self._deliver(socket, client, content)
         return True
 
     def _deliver(self, socket: zmq.Socket[bytes], client: bytes, frames: list[bytes | memoryview]) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from diffgen.distributed.groups import Control
-from diffgen.errors import PEER_FAILED, DiffgenError, ErrorInfo, RanksDiverged
+from diffgen.errors import PEER_FAILED, DiffgenError, ErrorInfo, RanksDiverged, without_paths
 from diffgen.logs import about
 from diffgen.request import UNSET, Req, TensorHeader, Update
 from diffgen.scheduler.plan import MAX_UNIT_REQS, Admit, Outcome, Plan, Position
@@ -36,7 +36,8 @@ _EXPLAIN_S = 1.0
 @dataclasses.dataclass
 class Progress:
     """What a rank says of itself in its heartbeat: ``fingerprint`` sums up the branches, latents and frames that
-    it has committed; ``voted``, that it has done its part of the present unit and waits for the others' votes."""
+    it has committed; ``unit_since`` is of the system's monotonic clock, which all processes share; ``voted``, that it
+    has done its part of the present unit and waits for the others' votes."""
 
     units: dict[str, int]
     tick: int = 0
@@ -90,7 +91,7 @@ class GPUWorker:
         if not plan.ids:
             return [], {}
         stage = self.pipeline.stages[plan.stage]
-        self.progress.unit_since = time.time()
+        self.progress.unit_since = time.monotonic()
         logger.debug("%s of %d request(s)", stage.name, len(plan.ids))
         computed = self._compute(plan, stage)
         if self.executor.device.type == "cuda":
@@ -234,7 +235,7 @@ class GPUWorker:
             # The request itself is well. Only this rank draws previews and answers, so only here is it told.
             logger.exception("no preview of %s", req.id)
             req.without_previews = True
-            why = f"{type(error).__name__}: {error}"
+            why = without_paths(f"{type(error).__name__}: {error}")
             req.warnings += (f"a preview could not be made, so none comes any more: {why}",)
             return
         self.previews.append((Preview(req.id, req.unit, total, TensorHeader("uint8", pixels.shape)), pixels))

@@ -95,8 +95,17 @@ def nothing_is_fetched_for_a_model_without_pictures(server: Server, pictures: so
 def urls_unknown_parameters_and_metadata(server: Server) -> str:
     """Returns the generation's id."""
     asked = {**SMALL, "sede": 1, "response_format": "url"}
-    answer = server.post(asked, headers={"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}).json()
-    assert answer["warnings"] == ["'sede' has no effect: it is not known"]
+    headers = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}
+    answer = server.post(asked, "/v1/images/generations?sead=1", headers=headers).json()
+    in_vain = [f"'{name}' has no effect: it is not known" for name in ("sead", "sede", "sid")]
+    assert answer["warnings"] == in_vain[:2]
+    clip = server.post({**CLIP, "sede": 1}, "/v1/videos?sead=1").json()
+    assert clip["warnings"] == in_vain[:2]
+    assert server.http.get(f"/v1/videos/{clip['id']}?sid=1").json()["warnings"] == in_vain
+    assert server.http.delete(f"/v1/videos/{clip['id']}?sid=1").json()["deleted"]
+    lines = [json.loads(line) for line in server.lines if line.startswith("{")]
+    # The deletion's may still be on its way.
+    assert in_vain[2:] in [line.get("warnings") for line in lines]
     url = answer["data"][0]["url"]
     base = "https://draw.example/tiny/v1/"
     assert url.startswith(f"{base}images/{answer['id']}/content")

@@ -15,7 +15,7 @@ from raw_client import Raw
 from wire_server import PARAMS, Script, Server, draw, ignore, output
 
 from diffgen.args import ListenArgs, RunArgs, ServerArgs
-from diffgen.errors import DiffgenError, ServerClosed, WorkerDied
+from diffgen.errors import DiffgenError, GenerationError, ServerClosed, WorkerDied
 from diffgen.handle import GenerationHandle
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
@@ -29,6 +29,7 @@ from diffgen.wire.messages import (
     Bye,
     Cancel,
     Closing,
+    Failed,
     GetStatus,
     Hello,
     Progress,
@@ -42,6 +43,7 @@ from diffgen.wire.messages import (
 from diffgen.wire.router import Router
 
 STATUS = Status((), {"done": 1}, 1, 1.0, 0, 0, {}, {}, 0.1, {}, 0, {})
+TOKEN = "s3cret"
 RUN = RunArgs(num_gpus=2, dp_size=2, dp_policy="round_robin", device="cpu")
 
 
@@ -69,7 +71,8 @@ class Lone:
     """A controller of one replica, which does what the test says."""
 
     def __init__(self, model: ModelSpec) -> None:
-        self.controller = DataParallelController(ServerArgs(run=RunArgs(device="cpu")))
+        listen = ListenArgs(address="tcp://127.0.0.1:*", token=TOKEN)
+        self.controller = DataParallelController(ServerArgs(run=RunArgs(device="cpu"), listen=listen))
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._router = Router(self.controller._supervisors[0].socket, ListenArgs(), self._inbox)
         self._outbox = Outbox(self._router)
@@ -83,12 +86,22 @@ class Lone:
         assert client == self._ours
         return message
 
-    def draw(self) -> None:
-        """Do as rank 0, until a request has been drawn that is new to it: all of the colour of its seed."""
+    def hears_new(self) -> Submit:
+        """Do as rank 0, until a request comes that is new to it."""
         while self._outbox.take(self._ours, message := self.hears()):
             pass
+        assert isinstance(message, Submit)
+        return message
+
+    def draw(self) -> None:
+        """Draw the next new request: all of the colour of its seed."""
+        message = self.hears_new()
         pixels = np.full((1, 1, 2, 2, 3), message.params.seed, np.uint8)
         self._outbox.send(self._ours, Result(message.id, output(pixels, message.params)), pixels)
+
+    def fail(self, reason: str) -> None:
+        """Let the next new request fail."""
+        self._outbox.send(self._ours, Failed(self.hears_new().id, GenerationError(reason).info()))
 
     def close(self) -> None:
         self.controller.stop()
@@ -135,6 +148,16 @@ def test_a_kept_answer_is_given_to_no_other_client(lone: Lone) -> None:
         owner.tell(Submit("b", PARAMS))
         lone.draw()
         assert (colour(owner), colour(owner)) == (5, 3), "its own, once more"
+
+
+def test_what_a_replica_says_of_its_machine_stays_on_it(lone: Lone) -> None:
+    assert lone.controller.address is not None
+    with Raw(lone.controller.socket) as near, Raw(lone.controller.address, TOKEN) as far:
+        for name, client, told in (("a", near, "no /srv/a/b"), ("b", far, "no (path)")):
+            assert isinstance(client.hello(), Welcome)
+            client.tell(Submit(name, PARAMS))
+            lone.fail("no /srv/a/b")
+            assert client.answer().error.message == told
 
 
 class Replicas:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from processes import wait_until
 from proxy import Proxy
 from raw_client import PREFIX, Raw
@@ -174,6 +175,18 @@ def test_a_connection_with_the_token_is_welcomed(served: Served, model: ModelSpe
         assert connection.wait_ready(5) == model
     finally:
         connection.close()
+
+
+def test_what_is_told_of_this_machine_stays_on_it(served: Served) -> None:
+    failed = Failed("a", GenerationError("denoise failed: no /srv/my models/x").info())
+    for address, token, told in (
+        (served.private, None, "no /srv/my models/x"),
+        (served.router.address, TOKEN, "no (path)"),
+    ):
+        with Raw(address, token, {zmq.IDENTITY: b"client"}) as client:
+            assert isinstance(client.hello(), Welcome)
+            served.router.send(b"client", failed)
+            assert client.answer().error.message == f"denoise failed: {told}"
 
 
 @pytest.mark.parametrize("token", ["wrong", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
@@ -189,18 +190,36 @@ def test_a_request_goes_through_its_stages(worker: GPUWorker) -> None:
     assert worker.progress.unit_since is None
 
 
+def test_since_when_a_unit_runs_is_told_by_a_clock_that_nobody_sets(model: ModelSpec) -> None:
+    seen: list[tuple[float | None, float]] = []
+
+    class Looks(Encode):
+        def run(self, reqs: Sequence[Req], ctx: StageContext) -> list[Update]:
+            seen.append((worker.progress.unit_since, time.monotonic()))
+            return super().run(reqs, ctx)
+
+    worker = GPUWorker(Small([Looks()], model), ParallelExecutor(CPU), Control(RankInfo(0, 1)))
+    tick, before = Ticks(worker), time.monotonic()
+    tick(0, ("a",), [admit("a")])
+    ((since, now),) = seen
+    assert since is not None
+    assert before <= since <= now
+
+
 def test_a_preview_that_fails_is_told_with_the_result(worker: GPUWorker) -> None:
     tried: list[int] = []
 
     def preview(req: Req, before: torch.Tensor | None) -> torch.Tensor:
         tried.append(req.unit)
-        raise ValueError("no picture")
+        raise ValueError("no picture in /srv/a/b")
 
     worker.pipeline.preview = preview
     tick = Ticks(worker)
     tick.to_denoising(admit("a", steps=3, preview_every=1))
     finished = [tick(3, ("a",))[1] for _ in range(3)][-1]
-    assert finished["a"].warnings == ("a preview could not be made, so none comes any more: ValueError: no picture",)
+    assert finished["a"].warnings == (
+        "a preview could not be made, so none comes any more: ValueError: no picture in (path)",
+    )
     assert tried == [1]
     assert worker.previews == []
     told = finished["a"].warnings
