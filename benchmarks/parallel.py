@@ -219,8 +219,8 @@ def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
 def _rank(job: Job, rank: int, folder: Path) -> None:
     info = RankInfo(rank, job.dims.world)
     device = choose_device(RunArgs(device=job.device, threads=1), info)
-    join(info, folder / "rendezvous", device)
-    layout = make_layout(job.dims, info, device, attention_backend=job.backend)
+    control = join(info, folder / "rendezvous", device)
+    layout = make_layout(job.dims, info, device, attention_backend=job.backend, control=control)
     model = _model(job, layout, device)
     inputs = [_inputs(job.model, index, device, model.dtype) for index in range(2)]
     rows = [Row(latents, torch.tensor(500.0, device=device), branch, "") for latents, branch in inputs]

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from diffgen.distributed.axis import peers_needed
-from diffgen.errors import RanksDiverged
+from diffgen.errors import PEER_FAILED, PEER_LOST, RanksDiverged, WorkerDied
 from diffgen.scheduler.plan import MAX_PLAN
 
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
 NEVER = datetime.timedelta(days=1)
 MAX_GATHERED = 4096  # less than a socket takes unread: every rank sends its own before it reads the others'
-_PLAN, _VOTE, _BYTES = b"p", b"v", b"b"
+_PLAN, _VOTE, _BYTES, _PART = b"p", b"v", b"b", b"u"
+
+
+@contextlib.contextmanager
+def peers_needed() -> Iterator[None]:
+    """What fails when a peer has gone; the reason is the peer's to tell, and the supervisor hears it."""
+    try:
+        yield
+    except (RuntimeError, EOFError, OSError) as error:
+        what = str(error) or type(error).__name__
+        raise WorkerDied(f"lost contact with another rank: {what}", code=PEER_LOST) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +47,8 @@ class RankInfo:
 
 
 class Control:
-    """Plans from rank 0 to all, votes from all to all; never a model's tensors.
+    """Plans from rank 0 to all, votes from all to all, and in a unit where tensors lie in shared memory; never the
+    tensors themselves.
 
     A socket between any two ranks, apart from all process groups: a message of a few hundred bytes takes a hundredth of
     a millisecond, where a collective of gloo, which is handed from thread to thread, takes half of one; and a rank that
@@ -46,6 +59,7 @@ class Control:
         """``peers``: connections to all other ranks."""
         self.info = info
         self._peers = peers or {}
+        self._unread: dict[int, bytes] = {}  # votes that came while this rank was still in its unit
         assert len(self._peers) == info.size - 1
 
     def broadcast(self, data: bytes = b"") -> bytes:
@@ -67,6 +81,31 @@ class Control:
         """Every rank's bytes, by rank; at most ``MAX_GATHERED`` of them."""
         return self._gather(_BYTES, data)
 
+    def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """A few bytes for each of some ranks, which do the same inside of a unit, and theirs.
+
+        Raises :class:`RanksDiverged`, with the code of an error that another rank explains, when one of them has left
+        the unit: it votes.
+        """
+        with peers_needed():
+            for rank, message in messages.items():
+                self._peers[rank].send_bytes(_PART + message)
+        return {rank: self._receive(rank, _PART, MAX_GATHERED) for rank in messages}
+
+    def swap_files(self, ranks: Sequence[int], files: Sequence[int]) -> dict[int, list[int]]:
+        """The open files of some ranks, which do the same; before any unit."""
+        found = {}
+        with peers_needed():
+            for rank in ranks:
+                with socket.socket(fileno=os.dup(self._peers[rank].fileno())) as peer:
+                    socket.send_fds(peer, [_PART], files)
+            for rank in ranks:
+                with socket.socket(fileno=os.dup(self._peers[rank].fileno())) as peer:
+                    found[rank] = socket.recv_fds(peer, len(_PART), len(files))[1]
+                if len(found[rank]) < len(files):
+                    raise EOFError(f"rank {rank} has sent no files")
+        return found
+
     def _gather(self, kind: bytes, data: bytes) -> list[bytes]:
         assert len(data) <= MAX_GATHERED
         self._send(kind, data)
@@ -79,11 +118,19 @@ class Control:
                 peer.send_bytes(kind + data)
 
     def _receive(self, rank: int, kind: bytes, most: int) -> bytes:
-        with peers_needed():
-            message = self._peers[rank].recv_bytes(1 + most)
+        message = self._unread.pop(rank, None) or self._read(rank, most)
+        while message[:1] == _PART != kind:  # of a unit that this rank has left
+            message = self._read(rank, most)
+        if message[:1] == _VOTE and kind == _PART:
+            self._unread[rank] = message
+            raise RanksDiverged(f"rank {rank} does not take part in a unit to its end", code=PEER_FAILED)
         if message[:1] != kind:
             raise RanksDiverged(f"rank {rank} sends {message[:1]!r} where {kind!r} is expected: it runs other ticks")
         return message[1:]
+
+    def _read(self, rank: int, most: int) -> bytes:
+        with peers_needed():
+            return self._peers[rank].recv_bytes(1 + most)
 
 
 def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:

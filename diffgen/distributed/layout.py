@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 import torch.distributed as dist
 
 from diffgen.distributed.attention import SequenceAttention, UnifiedAttention
 from diffgen.distributed.axis import AxisGroup, EmptyGroup
+from diffgen.distributed.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
 from diffgen.distributed.dims import AXES, ParallelDims
-from diffgen.distributed.groups import NEVER, RankInfo
+from diffgen.distributed.groups import NEVER, Control, RankInfo
 from diffgen.distributed.xfuser import load_xfuser
+from diffgen.errors import InvalidRequest
+
+VARIABLE = "DIFFGEN_COLLECTIVES"
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How this rank takes part. ``sequence`` has the ranks of ``ulysses`` and ``ring``, ulysses fastest.
 
-    ``attention`` is that over the tokens of ``sequence``; None where tokens are whole.
+    ``attention`` is that over the tokens of ``sequence``; None where tokens are whole. ``peers_hear``: ranks that wait
+    for this rank in a collective hear it when this one votes instead.
     """
 
     dims: ParallelDims = dataclasses.field(default_factory=ParallelDims)
@@ -29,6 +35,7 @@ class Layout:
     cfg: AxisGroup = dataclasses.field(default_factory=AxisGroup)
     decode: AxisGroup = dataclasses.field(default_factory=AxisGroup)
     attention: SequenceAttention | None = None
+    peers_hear: bool = False
 
     def groups(self) -> dict[str, AxisGroup]:
         fields = dataclasses.fields(self)
@@ -39,7 +46,9 @@ def empty_layout(dims: ParallelDims, parallel_decode: bool = True) -> Layout:
     """A layout of rank 0, to whose share nothing is larger, for models without weights; without process groups."""
     sizes = {axis: getattr(dims, axis) for axis in AXES} | {"sequence": dims.sp}
     groups: dict[str, AxisGroup] = {name: EmptyGroup(size) for name, size in sizes.items()}
-    return Layout(dims, **groups, decode=EmptyGroup(dims.world if parallel_decode else 1), attention=None)
+    return Layout(
+        dims, **groups, decode=EmptyGroup(dims.world if parallel_decode else 1), attention=None, peers_hear=False
+    )
 
 
 def make_layout(
@@ -48,25 +57,28 @@ def make_layout(
     device: torch.device,
     parallel_decode: bool = True,
     attention_backend: str = "native",
+    control: Control | None = None,
 ) -> Layout:
     """The groups of every axis, each of which runs one collective, so that a fault shows at start.
 
-    Every rank makes all groups, also those it is not in, in one order. What all ranks share is the default group: each
-    group of gloo has a thread that wakes a hundred times a second.
+    Every rank makes all groups, also those it is not in, in one order. Groups of the same ranks are one: each process
+    group of gloo has a thread that wakes a hundred times a second. With a ``control``, CPU processes exchange through
+    shared memory where the system has files without a name.
     """
     axes = {"tp": ["tp"], "ulysses": ["ulysses"], "ring": ["ring"], "sequence": ["ulysses", "ring"], "cfg": ["cfg"]}
     if parallel_decode:
         axes["decode"] = ["tp", "ulysses", "ring", "cfg"]
+    shared = control if device.type == "cpu" and _may_share_memory() else None
     found: dict[str, AxisGroup] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(info.size)): None}
+    made: dict[tuple[int, ...], Collectives] = {}
     for name, along in axes.items():
-        for ranks in dims.groups(along):
-            if len(ranks) == 1:
+        for ranks in map(tuple, dims.groups(along)):
+            if len(ranks) == 1 or (shared is not None and info.rank not in ranks):
                 continue
-            if tuple(ranks) not in made:
-                made[tuple(ranks)] = dist.new_group(ranks, timeout=NEVER)
+            if ranks not in made:
+                made[ranks] = SharedMemoryCollectives(shared, ranks) if shared else _process_group(ranks, info.size)
             if info.rank in ranks:
-                found[name] = AxisGroup(ranks.index(info.rank), len(ranks), made[tuple(ranks)])
+                found[name] = AxisGroup(ranks.index(info.rank), len(ranks), made[ranks])
     groups = {name: found.get(name, AxisGroup()) for name in ("tp", "ulysses", "ring", "sequence", "cfg", "decode")}
     for group in groups.values():
         if group.size > 1:
@@ -76,4 +88,17 @@ def make_layout(
     if dims.sp > 1:
         native = UnifiedAttention(groups["ulysses"], groups["ring"])
         attention = load_xfuser(dims, device) if attention_backend == "xfuser" else native
-    return Layout(dims, **groups, attention=attention)
+    return Layout(dims, **groups, attention=attention, peers_hear=shared is not None)
+
+
+def _may_share_memory() -> bool:
+    """Whether the system has files without a name, and nobody has asked for gloo."""
+    asked = os.environ.get(VARIABLE, "shared")
+    if asked not in ("shared", "gloo"):
+        raise InvalidRequest(f"{VARIABLE}={asked!r}: it takes 'shared' or 'gloo'", param=VARIABLE)
+    return asked == "shared" and hasattr(os, "memfd_create")
+
+
+def _process_group(ranks: tuple[int, ...], size: int) -> Collectives:
+    # What all ranks share is the default group.
+    return ProcessGroupCollectives(None if len(ranks) == size else dist.new_group(ranks, timeout=NEVER))

@@ -155,7 +155,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
 
         dims, why = choose_dims(args.run, abilities, name)
         logger.info("layout: %s (%s)", dims, why)
-        return make_layout(dims, info, device, args.run.parallel_decode, args.run.attention_backend)
+        return make_layout(dims, info, device, args.run.parallel_decode, args.run.attention_backend, control)
 
     pipeline = open_pipeline(folder, args.model, device, arrange)
     faults.install(pipeline.stages)

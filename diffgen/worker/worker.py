@@ -179,6 +179,8 @@ class GPUWorker:
                 errors.append(None)
                 continue
             info = msgspec.msgpack.decode(told[guilty[0]], type=ErrorInfo)
+            if min(failed)[0] == _FOLLOWS:  # and nobody else has failed
+                info = RanksDiverged(info.message).info()
             if self.control.info.size > 1:
                 info = msgspec.structs.replace(info, message=f"rank {guilty[0]}: {info.message}")
             errors.append(info)

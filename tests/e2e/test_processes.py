@@ -216,7 +216,8 @@ def test_a_request_that_kills_the_server_twice_is_refused(
 def test_a_rank_that_others_wait_for_is_named(
     tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """One that skips a collective has voted, and it is the other that never ends."""
+    """One that skips a collective of a process group has voted, and it is the other that never ends."""
+    monkeypatch.setenv("DIFFGEN_COLLECTIVES", "gloo" if kind == "skip" else "shared")
     monkeypatch.setenv("DIFFGEN_FAULT", f"{kind}@denoise:1:1:*:bad ")
     options: dict[str, Any] = {"num_gpus": 2, "unit_timeout": 5, "max_restarts": 0, "log_level": "error"}
     with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
@@ -332,11 +333,14 @@ def test_failures_on_one_rank_are_answered_and_pass(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("collectives", ["shared", "gloo"])
 def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
-    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, collectives: str
 ) -> None:
-    """It costs a restart, which does not count as one of the server's failures; the request has the rank's error."""
-    monkeypatch.setenv("DIFFGEN_FAULT", "raise@decode:0:1:*:leaves ")
+    """The request has the rank's error. In process groups nobody hears of it: that costs a restart, which does not
+    count as one of the server's failures. Through shared memory it costs nothing, nor does a collective left out."""
+    monkeypatch.setenv("DIFFGEN_COLLECTIVES", collectives)
+    monkeypatch.setenv("DIFFGEN_FAULT", "raise@decode:0:1:*:leaves ;skip@denoise:1:1:*:skips ")
     options: dict[str, Any] = {"num_gpus": 2, "max_restarts": 0, "log_level": "error"}
     with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", **options) as generator:
         good = generator.generate("a", seed=1, **FAST)
@@ -344,6 +348,11 @@ def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
         with pytest.raises(GenerationError, match="rank 1: decode failed: RuntimeError: fault on purpose"):
             leaving.result(timeout=120)
         assert np.array_equal(company.result(timeout=60).pixels, good.pixels)
+        if collectives == "shared":
+            with pytest.raises(RanksDiverged, match="rank 0: denoise: rank 1 does not take part"):
+                generator.generate("skips ", seed=1, timeout=60, **FAST)
+            assert np.array_equal(generator.generate("a", seed=1, **FAST).pixels, good.pixels)
+        assert generator.status().restarts == (collectives == "gloo")
     assert leftovers(root) == []
 
 

@@ -1,4 +1,5 @@
-"""Every layout of several ranks against one rank: same weights and requests, float32 and some bfloat16, on gloo.
+"""Every layout of several ranks against one rank: same weights and requests, float32 and some bfloat16, over shared
+memory; some over gloo too.
 
 Each layout is one process group for all of its families, and must also have done what it says: forwards, parameters and
 bytes of each rank are those of its formula.
@@ -145,6 +146,11 @@ class Bench:
                 work[f"{family} bfloat16"] = Work(self.model(family), {"half": [(HALF[family], 0)]}, "bfloat16")
         return self._launcher.run(dims, work, parallel_decode=parallel_decode)
 
+    def over_gloo(self, layout: str, family: str) -> list[dict[str, Rank]]:
+        dims, parallel_decode, _ = LAYOUTS[layout]
+        work = {family: Work(self.model(family), MIXES[family])}
+        return self._launcher.run(dims, work, parallel_decode=parallel_decode, shared_memory=False)
+
 
 @pytest.fixture(scope="module")
 def bench(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
@@ -165,6 +171,19 @@ def test_a_layout_makes_the_pixels_of_one_rank(bench: Bench, layout: str, family
                 assert level_difference(pixels, expected) <= MAX_LEVELS
             for latents, expected in zip(made.latents, alone.latents, strict=True):
                 assert relative_difference(latents, expected) <= MAX_RELATIVE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_process_groups_carry_what_shared_memory_does(bench: Bench, layout: str) -> None:
+    """The same to the last bit where a sum has two parts, and as many bytes: gloo, as NCCL is on CUDA."""
+    shared, grouped = bench.ranks(layout), bench.over_gloo(layout, "wan")
+    for rank, other in zip(shared, grouped, strict=True):
+        for mix, made in rank["wan"].mixes.items():
+            found = other["wan"].mixes[mix]
+            for kind in ("pixels", "latents"):
+                for ours, theirs in zip(getattr(made, kind), getattr(found, kind), strict=True):
+                    assert np.array_equal(ours, theirs)
+            assert (made.rows, made.sent, made.sent_decoding) == (found.rows, found.sent, found.sent_decoding)
 
 
 @pytest.mark.parametrize(("layout", "family"), HALF_PAIRS)

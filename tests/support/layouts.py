@@ -115,6 +115,7 @@ class Launcher:
         work: Mapping[str, Work],
         *,
         parallel_decode: bool,
+        shared_memory: bool = True,
         look_at_memory: bool = False,
     ) -> list[dict[str, Rank]]:
         """Every rank's reports, by the names in ``work``."""
@@ -122,6 +123,7 @@ class Launcher:
         folder = self._folder / str(self._count)
         folder.mkdir()
         job = {"dims": dataclasses.asdict(dims), "decode": parallel_decode, "look": look_at_memory}
+        job["shared"] = shared_memory
         job["work"] = {name: (str(each.model), each.mixes, each.dtype) for name, each in work.items()}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -173,8 +175,8 @@ def _rank(job: dict[str, Any], rank: int) -> None:
     dims, folder = ParallelDims(**job["dims"]), Path(job["folder"])
     info = RankInfo(rank, dims.world)
     device = choose_device(RunArgs(device="cpu", threads=1), info)
-    join(info, folder / "rendezvous", device)
-    layout = make_layout(dims, info, device, job["decode"])
+    control = join(info, folder / "rendezvous", device)
+    layout = make_layout(dims, info, device, job["decode"], control=control if job["shared"] else None)
     arrays: dict[str, Any] = {}
     report: dict[str, Any] = {}
     for name, (model, mixes, dtype) in job["work"].items():

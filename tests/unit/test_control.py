@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import multiprocessing
 import tempfile
 from multiprocessing.connection import Listener
@@ -9,7 +10,7 @@ from multiprocessing.connection import Listener
 import pytest
 
 from diffgen.distributed.groups import MAX_GATHERED, Control, RankInfo
-from diffgen.errors import PEER_LOST, RanksDiverged, WorkerDied
+from diffgen.errors import PEER_FAILED, PEER_LOST, RanksDiverged, WorkerDied
 from diffgen.server.supervisor import make_run_folder
 
 
@@ -38,6 +39,20 @@ def test_a_rank_that_runs_other_ticks_is_told_from_one_that_votes() -> None:
     first.broadcast(b"plan")
     with pytest.raises(RanksDiverged, match="rank 0"):
         second.gather_vote([1])
+
+
+def test_a_rank_that_waits_inside_a_unit_hears_of_a_peer_that_has_left_it() -> None:
+    """It goes to the vote as well, where both are heard, and what it has said in the unit is passed over."""
+    first, second = pair()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(second.gather_vote, [1])
+        with pytest.raises(RanksDiverged, match="rank 1 does not take part") as caught:
+            first.exchange({1: b"part"})
+        assert caught.value.code == PEER_FAILED
+        assert first.gather_vote([2]) == [[2], [1]] == theirs.result()
+        theirs_next = pool.submit(second.exchange, {0: b"b"})
+        assert first.exchange({1: b"a"}) == {1: b"b"}
+        assert theirs_next.result() == {0: b"a"}
 
 
 @pytest.mark.timeout(10)
