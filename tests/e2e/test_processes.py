@@ -460,7 +460,8 @@ def test_results_outlive_the_ranks(listening: DiffGenerator) -> None:
         listening.generate("a", seed=1, **FAST)  # by the next rank 0
         units = listening.status().units["decode"]
         proxy.mend()
-        assert np.array_equal(done.result(timeout=20).pixels, expected)
+        # It may have shared steps with the other one.
+        assert np.abs(done.result(timeout=20).pixels.astype(int) - expected).max() <= 1
         with pytest.raises(RequestCancelled, match="aborted by another client"):
             aborted.result(timeout=20)
         status = listening.status()
