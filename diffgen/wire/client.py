@@ -185,10 +185,10 @@ class Connection:
         poller.register(self._monitor, zmq.POLLIN)
         while True:
             ready = {source for source, _ in poller.poll(self._poll_ms())}
-            if self._monitor in ready:
-                self._on_network(recv_monitor_message(self._monitor)["event"])
             if self._socket in ready:
                 self._on_frames(self._socket.recv_multipart(copy=False))
+            if self._monitor in ready:
+                self._on_network(recv_monitor_message(self._monitor)["event"])
             if self._outgoing.fileno() in ready and not self._send_waiting():
                 break
             lost = self._lost_at
@@ -211,6 +211,9 @@ class Connection:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._send(Hello())
         elif event == zmq.EVENT_DISCONNECTED:
+            # What the server said before it went; the next says nothing before it has had a Hello.
+            while self._socket.poll(0):
+                self._on_frames(self._socket.recv_multipart(copy=False))
             self._welcomed = False
             self._fail_questions(f"the server at {self.address} has gone")
             if self._lost_at is None:

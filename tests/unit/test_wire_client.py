@@ -145,6 +145,29 @@ def test_a_request_outlives_its_server(serve: Serve, connect: Connect) -> None:
     assert len(second.submits()) == len(set(second.submits())), "each is sent once"
 
 
+def test_nothing_of_a_life_follows_its_end(serve: Serve, connect: Connect) -> None:
+    """What a server has said before it went is told before the request is told to start again."""
+
+    def talk(server: Server, client: bytes, message: Submit) -> None:
+        ignore(server, client, message)
+        for step in range(400):
+            server.router.send(client, Progress(message.id, "denoise", step + 1, 400))
+
+    first = serve(talk, "one")
+    connection = connect()
+    connection.wait_ready(5)
+    handle = connection.submit(PARAMS)
+    assert isinstance(next(handle.events()), Accepted)
+    first.close()
+    wait_lost(connection)
+    serve(draw, "two")
+    handle.result(5)
+    kinds = [type(event) for event in handle.events()]
+    told = kinds.index(Restarting)
+    assert kinds[told + 1] is Accepted
+    assert set(kinds[1:told]) == {Progress}
+
+
 def test_an_answered_request_is_not_sent_again(serve: Serve, connect: Connect) -> None:
     first = serve()
     connection = connect()
