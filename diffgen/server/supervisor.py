@@ -149,6 +149,9 @@ class Supervisor:
             recent = [*(earlier for earlier in recent if now - earlier < _WINDOW_S), *died]
             if len(recent) > self.args.run.max_restarts:
                 return reason.prefixed(f"given up after {len(recent)} failure(s) in a row, the last")
+            logger.warning(
+                "the ranks have ended and are started again: %s", reason, extra={"restarts": self.restarts + 1}
+            )
             if self._stopping.wait(_BACK_OFF_S[min(stillborn, len(_BACK_OFF_S) - 1)]):
                 return None
             self.restarts += 1

@@ -335,7 +335,11 @@ def test_failures_on_one_rank_are_answered_and_pass(
 @pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["shared", "gloo"])
 def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
-    tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, collectives: str
+    tiny_wan: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    collectives: str,
 ) -> None:
     """The request has the rank's error. In process groups nobody hears of it: that costs a restart, which does not
     count as one of the server's failures. Through shared memory it costs nothing, nor does a collective left out."""
@@ -353,6 +357,7 @@ def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
                 generator.generate("skips ", seed=1, timeout=60, **FAST)
             assert np.array_equal(generator.generate("a", seed=1, **FAST).pixels, good.pixels)
         assert generator.status().restarts == (collectives == "gloo")
+    assert caplog.text.count("started again: rank 1: decode failed") == (collectives == "gloo")
     assert leftovers(root) == []
 
 
