@@ -27,13 +27,15 @@ _KEPT_BYTES = 2**27
 
 @dataclasses.dataclass
 class Work:
-    """One request of the model. ``created`` is in seconds since 1970."""
+    """One request of the model. ``created`` is in seconds since 1970; ``ended``, by the monotonic clock, when its end
+    was first noticed."""
 
     handle: GenerationHandle
     digest: str
     keyed: bool
     created: float
     waiting: int = 0
+    ended: float | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -46,14 +48,16 @@ class Work:
         return 0
 
     def worth_keeping(self, now: float) -> bool:
-        """Whether a request with the same key is to get this one's end."""
+        """Whether a request with the same key is to get this one's end. ``now`` is by the monotonic clock."""
         if not self.handle.done():
             return True
         try:
             self.handle.result()
         except DiffgenError as error:
             return not (error.retryable or error.code == "request_cancelled")
-        return now - self.created < _KEPT_S
+        if self.ended is None:
+            self.ended = now
+        return now - self.ended < _KEPT_S
 
 
 class Works:
@@ -97,7 +101,7 @@ class Works:
             work.handle.cancel()
 
     def _forget(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for key in [key for key, work in self._keyed.items() if not work.worth_keeping(now)]:
             del self._keyed[key]
         excess = sum(work.kept_bytes for work in self._keyed.values()) - _KEPT_BYTES

@@ -32,6 +32,7 @@ from diffgen.errors import (
     StartFailed,
     WorkerDied,
 )
+from diffgen.handle import GenerationHandle
 from diffgen.http.app import create_app
 from diffgen.http.args import HttpArgs, is_loopback, names, read_api_keys
 from diffgen.http.bodies import _form_values, parse_json
@@ -46,8 +47,10 @@ from diffgen.http.server import _Server
 from diffgen.http.service import Service
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Traces
+from diffgen.http.work import Work
 from diffgen.logs import about, set_up_logs
 from diffgen.params import Limits, ModelSpec, SamplingParams
+from diffgen.result import GenerationResult
 from diffgen.server.pipe import Ready
 from diffgen.server.replica import RankStatus
 from diffgen.wire.messages import Progress
@@ -396,3 +399,14 @@ def test_another_run_of_a_job_is_in_the_trace_of_the_first() -> None:
     assert [span.parent.span_id if span.parent else None for span in wholes] == [
         *(0xBBBBBBBBBBBBBBBB, None, 0xBBBBBBBBBBBBBBBB, wholes[1].context.span_id),
     ]
+
+
+def test_a_result_is_kept_for_its_key_from_its_end_on() -> None:
+    """However long the request has taken."""
+    handle = GenerationHandle(SamplingParams(prompt="a"), lambda request_id: None)
+    work = Work(handle, "digest", keyed=True, created=0.0)
+    assert work.worth_keeping(5000.0)
+    handle.publish(GenerationResult(id=handle.id, params=handle.params, seeds=(1,)))
+    assert work.worth_keeping(6000.0)
+    assert work.worth_keeping(6599.0)
+    assert not work.worth_keeping(6601.0)
