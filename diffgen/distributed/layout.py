@@ -93,10 +93,12 @@ def make_layout(
 
 def _may_share_memory() -> bool:
     """Whether the system has files without a name, and nobody has asked for gloo."""
-    asked = os.environ.get(VARIABLE, "shared")
-    if asked not in ("shared", "gloo"):
+    asked, able = os.environ.get(VARIABLE), hasattr(os, "memfd_create")
+    if asked not in (None, "shared", "gloo"):
         raise InvalidRequest(f"{VARIABLE}={asked!r}: it takes 'shared' or 'gloo'", param=VARIABLE)
-    return asked == "shared" and hasattr(os, "memfd_create")
+    if asked == "shared" and not able:
+        raise InvalidRequest(f"{VARIABLE}='shared' needs files without a name (Linux); take 'gloo'", param=VARIABLE)
+    return asked != "gloo" and able
 
 
 def _process_group(ranks: tuple[int, ...], size: int) -> Collectives:

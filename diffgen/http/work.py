@@ -55,9 +55,7 @@ class Work:
             self.handle.result()
         except DiffgenError as error:
             return not (error.retryable or error.code == "request_cancelled")
-        if self.ended is None:
-            self.ended = now
-        return now - self.ended < _KEPT_S
+        return self.ended is None or now - self.ended < _KEPT_S
 
 
 class Works:
@@ -102,6 +100,9 @@ class Works:
 
     def _forget(self) -> None:
         now = time.monotonic()
+        for work in self._keyed.values():
+            if work.ended is None and work.handle.done():
+                work.ended = now
         for key in [key for key, work in self._keyed.items() if not work.worth_keeping(now)]:
             del self._keyed[key]
         excess = sum(work.kept_bytes for work in self._keyed.values()) - _KEPT_BYTES

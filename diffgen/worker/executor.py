@@ -31,9 +31,9 @@ class ParallelExecutor:
 
     def waits_for_peers(self, stage: Stage) -> bool:
         """Whether a rank that leaves a unit of this stage early may leave others waiting in a collective."""
-        dims = self.layout.dims
         if self.layout.peers_hear:
             return False
+        dims = self.layout.dims
         return dims.tp > 1 if stage.prepares else dims.world > 1
 
     def run(self, stage: Stage, reqs: Sequence[Req]) -> list[Update | StageError]:

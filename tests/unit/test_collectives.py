@@ -132,6 +132,10 @@ def test_what_is_asked_of_the_environment_is_checked(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("DIFFGEN_COLLECTIVES", "mpi")
     with pytest.raises(InvalidRequest, match="'mpi': it takes 'shared' or 'gloo'"):
         make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cpu"))
+    monkeypatch.setenv("DIFFGEN_COLLECTIVES", "shared")
+    monkeypatch.delattr("os.memfd_create")
+    with pytest.raises(InvalidRequest, match=r"needs files without a name .* take 'gloo'"):
+        make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cpu"))
 
 
 def test_a_rank_that_has_gone_is_lost() -> None:

@@ -47,7 +47,7 @@ from diffgen.http.server import _Server
 from diffgen.http.service import Service
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Traces
-from diffgen.http.work import Work
+from diffgen.http.work import Work, Works
 from diffgen.logs import about, set_up_logs
 from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
@@ -407,6 +407,10 @@ def test_a_result_is_kept_for_its_key_from_its_end_on() -> None:
     work = Work(handle, "digest", keyed=True, created=0.0)
     assert work.worth_keeping(5000.0)
     handle.publish(GenerationResult(id=handle.id, params=handle.params, seeds=(1,)))
-    assert work.worth_keeping(6000.0)
-    assert work.worth_keeping(6599.0)
-    assert not work.worth_keeping(6601.0)
+    works = Works()
+    works._keyed["key"] = work
+    works._forget()
+    assert works._keyed == {"key": work}
+    assert work.ended is not None
+    assert work.worth_keeping(work.ended + 599)
+    assert not work.worth_keeping(work.ended + 601)
