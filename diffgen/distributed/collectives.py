@@ -19,7 +19,7 @@ from diffgen.distributed.groups import Control, peers_needed
 from diffgen.errors import RanksDiverged
 
 _ALIGNED = 64  # bytes: a cache line, and more than any dtype
-_PLACE = struct.Struct("<qqq")
+_PLACE = struct.Struct("<qqq")  # which buffer, first byte, number of bytes; the dtype's name follows
 
 
 class Collectives(Protocol):
@@ -116,18 +116,18 @@ class SharedMemoryCollectives:
             if start == stop:
                 pages.view(start, part.dtype, part.shape).copy_(part)
                 stop += -(-part.nbytes // _ALIGNED) * _ALIGNED
-            messages[rank] = _PLACE.pack(self._turn, start, part.nbytes)
+            messages[rank] = _PLACE.pack(self._turn, start, part.nbytes) + str(part.dtype).encode()
         answers = self._control.exchange(messages)
         parts = []
         for rank, own, shape in zip(self._ranks, values, shapes, strict=True):
             if rank == self._rank:
                 parts.append(own)
                 continue
-            turn, start, size = _PLACE.unpack(answers[rank])
-            expected = torch.Size(shape).numel() * own.itemsize
-            if size != expected:
-                rule = f"rank {rank} sends {size} bytes where {expected} are expected"
-                raise RanksDiverged(f"{rule}: it computes something else")
+            turn, start, size = _PLACE.unpack_from(answers[rank])
+            sent = f"{size} bytes of {answers[rank][_PLACE.size :].decode()}"
+            expected = f"{torch.Size(shape).numel() * own.itemsize} bytes of {own.dtype}"
+            if sent != expected:
+                raise RanksDiverged(f"rank {rank} sends {sent}, not {expected}: it computes something else")
             parts.append(self._theirs[rank][turn].view(start, own.dtype, shape))
         return parts
 

@@ -6,6 +6,7 @@ import array
 import contextlib
 import dataclasses
 import datetime
+import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +31,18 @@ def peers_needed() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, EOFError, OSError) as error:
+        if lacks_memory(error):
+            raise  # this rank's own: backends make copies
         what = str(error) or type(error).__name__
         raise WorkerDied(f"lost contact with another rank: {what}", code=PEER_LOST) from error
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an exception says that memory has run out, of a device or of the machine."""
+    # PyTorch has no type of its own for what the CPU's allocator says; to map a file fails as a system call does.
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    mapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return on_cpu or mapped or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +159,7 @@ def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
 def _join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
     listener = Listener(_address(rendezvous, info.rank), "AF_UNIX", backlog=info.size)
     store = dist.FileStore(str(rendezvous), info.size)  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=NEVER)
     dist.all_reduce(torch.ones(1, device=device))
     # So all ranks listen by now; each connects to those before it, and says who it is.

@@ -68,7 +68,7 @@ def make_layout(
     axes = {"tp": ["tp"], "ulysses": ["ulysses"], "ring": ["ring"], "sequence": ["ulysses", "ring"], "cfg": ["cfg"]}
     if parallel_decode:
         axes["decode"] = ["tp", "ulysses", "ring", "cfg"]
-    shared = control if device.type == "cpu" and _may_share_memory() else None
+    shared = control if _may_share_memory(device) else None
     found: dict[str, AxisGroup] = {}
     made: dict[tuple[int, ...], Collectives] = {}
     for name, along in axes.items():
@@ -91,11 +91,16 @@ def make_layout(
     return Layout(dims, **groups, attention=attention, peers_hear=shared is not None)
 
 
-def _may_share_memory() -> bool:
-    """Whether the system has files without a name, and nobody has asked for gloo."""
+def _may_share_memory(device: torch.device) -> bool:
+    """Whether ranks on the CPU have files without a name to share, and nobody has asked for gloo."""
     asked, able = os.environ.get(VARIABLE), hasattr(os, "memfd_create")
     if asked not in (None, "shared", "gloo"):
         raise InvalidRequest(f"{VARIABLE}={asked!r}: it takes 'shared' or 'gloo'", param=VARIABLE)
+    if device.type != "cpu":
+        if asked is not None:
+            rule = f"is for CPU processes, and ranks on {device.type} exchange over NCCL"
+            raise InvalidRequest(f"{VARIABLE}={asked!r} {rule}; leave it out", param=VARIABLE)
+        return False
     if asked == "shared" and not able:
         raise InvalidRequest(f"{VARIABLE}='shared' needs files without a name (Linux); take 'gloo'", param=VARIABLE)
     return asked != "gloo" and able

@@ -41,7 +41,11 @@ def map_rows_over(group: AxisGroup, predict: Predict, rows: Sequence[Row], local
     device = rows[0].latents.device
     codes = group.all_gather(torch.tensor([code], device=device), [1] * group.size, 0).tolist()
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            # Its traceback holds this frame, which would hold it, and all that the share has computed, in turn.
+            del failure
     if -1 in codes:
         raise GenerationError("another rank failed in this unit", code=PEER_FAILED)
     dtype = _DTYPES[max(codes) - 1]

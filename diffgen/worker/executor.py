@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diffgen.distributed.groups import lacks_memory
 from diffgen.distributed.layout import Layout
 from diffgen.distributed.rows import map_rows_over
 from diffgen.errors import DiffgenError, GenerationError, OutOfMemory
@@ -42,6 +43,7 @@ class ParallelExecutor:
         An error is every member's: which of them caused it shows when each runs alone.
         """
         context = StageContext(self.device, self.map_rows)
+        failure: DiffgenError
         try:
             with torch.inference_mode():
                 updates = stage.run(reqs, context)
@@ -49,15 +51,18 @@ class ParallelExecutor:
                     raise RuntimeError(f"the stage returned {len(updates)} updates for {len(reqs)} requests")
                 return [_checked(stage, update) for update in updates]
         except DiffgenError as error:
-            failure: DiffgenError = error.prefixed(stage.name)
+            failure = error.prefixed(stage.name)
         except Exception as error:
-            if _is_lack_of_memory(error):
-                self._free_memory()
+            if lacks_memory(error):
                 lack = f"out of memory in {stage.name}: {str(error) or 'MemoryError'}"
-                return [StageError(OutOfMemory(f"{lack}; ask for a smaller size or n")) for _ in reqs]
-            # A failing model must not take the rank with it: whatever it raises is the answer of these requests.
-            logger.exception("%s failed", stage.name)
-            failure = GenerationError(f"{stage.name} failed: {type(error).__name__}: {error}")
+                failure = OutOfMemory(f"{lack}; ask for a smaller size or n")
+            else:
+                # A failing model must not take the rank with it: whatever it raises is the answer of these requests.
+                logger.exception("%s failed", stage.name)
+                failure = GenerationError(f"{stage.name} failed: {type(error).__name__}: {error}")
+        if isinstance(failure, OutOfMemory):
+            # Only now, for the exception held the frames in which it was raised, and what they had computed.
+            self._free_memory()
         return [StageError(failure) for _ in reqs]
 
     def map_rows(self, predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:
@@ -69,12 +74,6 @@ class ParallelExecutor:
     def _free_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    # PyTorch has no type of its own for what the CPU's allocator says.
-    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _forwards(predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import itertools
 import multiprocessing
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +19,9 @@ from diffgen.distributed.collectives import SharedMemoryCollectives
 from diffgen.distributed.dims import ParallelDims
 from diffgen.distributed.groups import Control, RankInfo
 from diffgen.distributed.layout import make_layout
+from diffgen.distributed.rows import map_rows_over
 from diffgen.errors import PEER_FAILED, PEER_LOST, DiffgenError, InvalidRequest, RanksDiverged, WorkerDied
+from diffgen.worker.context import Predict, Row
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -106,7 +110,16 @@ def test_ranks_that_differ_are_told_so() -> None:
 
     for rank, error in enumerate(run(2, other_sizes)):
         assert isinstance(error, RanksDiverged)
-        assert f"rank {1 - rank} sends {4 * (3 - rank)} bytes where {4 * (2 + rank)} are expected" in error.message
+        sizes = f"rank {1 - rank} sends {4 * (3 - rank)} bytes of torch.float32, not {4 * (2 + rank)} bytes of torch"
+        assert sizes in error.message
+
+    def other_dtypes(group: AxisGroup, control: Control) -> None:
+        group.all_reduce(torch.zeros(2, dtype=(torch.float16, torch.bfloat16)[group.rank]))
+
+    for rank, error in enumerate(run(2, other_dtypes)):
+        assert isinstance(error, RanksDiverged)
+        names = ["4 bytes of torch.bfloat16", "4 bytes of torch.float16"]
+        assert f"rank {1 - rank} sends {names[rank]}, not {names[1 - rank]}" in error.message
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
@@ -132,10 +145,39 @@ def test_what_is_asked_of_the_environment_is_checked(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("DIFFGEN_COLLECTIVES", "mpi")
     with pytest.raises(InvalidRequest, match="'mpi': it takes 'shared' or 'gloo'"):
         make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cpu"))
+    monkeypatch.setenv("DIFFGEN_COLLECTIVES", "gloo")
+    with pytest.raises(InvalidRequest, match=r"'gloo' is for CPU processes, and ranks on cuda .* NCCL; leave it out"):
+        make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cuda", 0))
     monkeypatch.setenv("DIFFGEN_COLLECTIVES", "shared")
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(InvalidRequest, match=r"needs files without a name .* take 'gloo'"):
         make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cpu"))
+
+
+def test_what_a_failed_share_has_computed_is_let_go() -> None:
+    """At once, and not when garbage is collected: it is the memory that the next request needs."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def work(group: AxisGroup, control: Control) -> str:
+        def local(predict: Predict, share: Sequence[Row]) -> list[torch.Tensor]:
+            computed = torch.ones(3)
+            if group.rank == 1:
+                held.append(weakref.ref(computed))
+                raise MemoryError
+            return [computed for _ in share]
+
+        try:
+            map_rows_over(group, lambda rows: [], [Row(torch.ones(2, 3), torch.tensor(0), {}, "")], local)
+        except Exception as error:
+            return type(error).__name__
+        return ""
+
+    gc.disable()
+    try:
+        assert run(2, work) == ["GenerationError", "MemoryError"]
+        assert [ref() for ref in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_rank_that_has_gone_is_lost() -> None:

@@ -8,8 +8,9 @@ import tempfile
 from multiprocessing.connection import Listener
 
 import pytest
+import torch
 
-from diffgen.distributed.groups import MAX_GATHERED, Control, RankInfo
+from diffgen.distributed.groups import MAX_GATHERED, Control, RankInfo, peers_needed
 from diffgen.errors import PEER_FAILED, PEER_LOST, RanksDiverged, WorkerDied
 from diffgen.server.supervisor import make_run_folder
 
@@ -62,6 +63,14 @@ def test_a_rank_whose_peer_has_gone_does_not_wait() -> None:
     with pytest.raises(WorkerDied, match="lost contact") as lost:
         first.gather_bytes(b"e" * MAX_GATHERED)
     assert lost.value.code == PEER_LOST
+
+
+def test_lack_of_memory_is_no_lost_peer() -> None:
+    """A process group of torch's makes copies of what it gathers."""
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"), peers_needed():
+        torch.empty(2**50)
+    with pytest.raises(WorkerDied, match="lost contact with another rank: Connection closed"), peers_needed():
+        raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize("name", ["d" * 20, "d" * 60, "d" * 90])

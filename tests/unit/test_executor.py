@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -69,7 +70,9 @@ def test_what_a_stage_raises_is_every_members_error(error: Exception, kind: type
         assert words in item.error.message
 
 
-@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**50), lambda: bytearray(2**60)])
+@pytest.mark.parametrize(
+    "allocate", [lambda: torch.empty(2**50), lambda: bytearray(2**60), lambda: mmap.mmap(-1, 2**60)]
+)
 def test_lack_of_memory_on_a_cpu_is_told_as_such(allocate: Any) -> None:
     for item in run(lambda reqs, ctx: allocate()):
         assert isinstance(item, StageError)
