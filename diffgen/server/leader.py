@@ -101,11 +101,13 @@ class Leader:
         self._answer(scheduler.commit(outcomes, time.perf_counter() - began))
         for preview, array in worker.previews:
             self._router.send(scheduler.client_of(preview.id), preview, array)
-        for req in finished.values():
-            job = scheduler.release(req.id)
-            self._faults.at("send", prompts=[req.params.prompt])
-            result, tensor = make_result(req, job.timings, worker.executor.device)
-            self._outbox.send(job.client, result, tensor)
+        # Results are copied from a device, which may hang.
+        with worker.watched():
+            for req in finished.values():
+                job = scheduler.release(req.id)
+                self._faults.at("send", prompts=[req.params.prompt])
+                result, tensor = make_result(req, job.timings, worker.executor.device)
+                self._outbox.send(job.client, result, tensor)
 
     def _answer(self, answers: Iterable[Answer], keep: bool = True) -> None:
         for client, answer in answers:

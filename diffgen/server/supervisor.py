@@ -27,6 +27,9 @@ ALONE = Place()
 _MAX_FOLDER = 80  # of the 107 bytes that the system allows for a socket's path; macOS 103
 # Deaths this long ago say nothing of the present.
 _WINDOW_S = 600.0
+# Of earlier lives' requests, so many are told to a new one, and so much of their errors: that all fits into the message
+# with which a rank starts. Clients send theirs again at once, so the latest are those that matter.
+_MOST_SUSPECTS, _MOST_FAILURES, _MOST_TEXT = 1024, 64, 2000
 # By the number of lives in a row that have not become ready.
 _BACK_OFF_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
@@ -171,9 +174,7 @@ class Supervisor:
             reason = replica.watch(self._wake)
             if reason is not None:
                 replica.kill()
-                self.suspects.update(replica.journal)
-                if isinstance(reason, GenerationError) and len(replica.journal) == 1:
-                    self._failures[replica.journal[0]] = reason.info()
+                self._remember(replica.journal, reason)
                 self._on_death(replica.journal)
                 return reason
             if replica.ready and not self._started:
@@ -182,6 +183,18 @@ class Supervisor:
                     self._changed.notify_all()
         replica.stop()
         return None
+
+    def _remember(self, journal: tuple[str, ...], reason: DiffgenError) -> None:
+        """What the next life must know of the last tick's requests."""
+        for request_id in journal:
+            self.suspects[request_id] = self.suspects.pop(request_id, 0) + 1  # now the latest
+        if isinstance(reason, GenerationError) and len(journal) == 1:
+            info = reason.info()
+            self._failures[journal[0]] = msgspec.structs.replace(info, message=info.message[:_MOST_TEXT])
+        while len(self.suspects) > _MOST_SUSPECTS:
+            del self.suspects[next(iter(self.suspects))]
+        while len(self._failures) > _MOST_FAILURES:
+            del self._failures[next(iter(self._failures))]
 
 
 def make_run_folder() -> Path:

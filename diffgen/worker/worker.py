@@ -72,11 +72,17 @@ class GPUWorker:
 
         Either every rank writes the new values of every planned request, or none writes any.
         """
-        with about(plan.ids):
-            try:
-                return self._tick(plan)
-            finally:
-                self.progress.unit_since = None
+        with about(plan.ids), self.watched():
+            return self._tick(plan)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """For what must not take longer than a unit may: the supervisor ends a rank that hangs in it."""
+        self.progress.unit_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.progress.unit_since = None
 
     def _tick(self, plan: Plan) -> tuple[list[Outcome], dict[str, Req]]:
         self.progress.tick = plan.tick
@@ -91,7 +97,6 @@ class GPUWorker:
         if not plan.ids:
             return [], {}
         stage = self.pipeline.stages[plan.stage]
-        self.progress.unit_since = time.monotonic()
         logger.debug("%s of %d request(s)", stage.name, len(plan.ids))
         computed = self._compute(plan, stage)
         if self.executor.device.type == "cuda":

@@ -185,12 +185,13 @@ def test_whatever_is_killed_whenever_no_request_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", ["poison", "hang"])
+@pytest.mark.parametrize("prompt", ["poison", "hang", "late"])
 def test_a_request_that_kills_the_server_twice_is_refused(
     tiny_wan: Path, root: Path, monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
-    """Its company in the same batch runs on, both times; the address of clients from outside stays."""
-    monkeypatch.setenv("DIFFGEN_FAULT", "exit@denoise:1:0:*:poison;hang@denoise:1:0:*:hang")
+    """Also one whose result rank 0 cannot copy. Its company in the same batch runs on, both times; the address of
+    clients from outside stays."""
+    monkeypatch.setenv("DIFFGEN_FAULT", "exit@denoise:1:0:*:poison;hang@denoise:1:0:*:hang;hang@send:0:0:*:late")
     with DiffGenerator.from_pretrained(
         str(tiny_wan),
         device="cpu",
