@@ -204,7 +204,8 @@ def _check_model(run: RunArgs, dims: ParallelDims, model: Abilities, name: str) 
         legal = list(divisors(model.heads))
         rule = f"{name} has {model.heads} attention heads, which do not divide by {factors}"
         known = f"legal products: {', '.join(map(str, legal))} (ring_degree may be any)"
-        shares = (share for product in legal for share in _factors(product, 2))
+        # There may be no more devices than were asked for.
+        shares = (share for product in legal if product <= dims.tp * dims.ulysses for share in _factors(product, 2))
         found = nearest((dims.tp, dims.ulysses), shares)
         refuse(param, f"{rule}; {known}; {_told(run, (run.dp_size, *found, dims.ring, dims.cfg))}")
 

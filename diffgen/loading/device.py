@@ -12,30 +12,37 @@ from diffgen.distributed.groups import RankInfo
 from diffgen.errors import StartFailed
 
 
-def choose_device(run: RunArgs, info: RankInfo, first: int = 0) -> torch.device:
-    """This rank's device, on CUDA that number ``first`` + rank; sets it up.
+def choose_device(run: RunArgs, info: RankInfo, first: int = 0, others: int = 0) -> torch.device:
+    """This rank's device, on CUDA that number ``first`` + rank; sets it up, and the CPU's threads.
 
-    Raises :class:`StartFailed` where there are too few.
+    Ranks of other replicas, ``others``, have their share of the cores. Raises :class:`StartFailed` where there are too
+    few devices.
     """
-    count = torch.cuda.device_count()
-    kind = run.device or ("cuda" if count else "cpu")
-    if kind == "cuda":
-        if count < first + info.size:
-            last = first + info.size - 1
-            needed = f"a replica needs the devices {first} to {last}" if first else f"num_gpus={info.size}"
-            fits = count // info.size * info.size or count  # as many replicas as there can be
-            remedy = f"nearest: num_gpus={fits}, or device='cpu'" if fits else "use device='cpu'"
-            raise StartFailed(f"{needed} but there are {count} CUDA devices; {remedy}")
-        device = torch.device("cuda", first + info.rank)
-        torch.cuda.set_device(device)
-        return device
     # Ranks of one machine talk on the loopback interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores() // info.size))
-    return torch.device("cpu")
+        torch.set_num_threads(max(1, cores() // (info.size + others)))
+    count = torch.cuda.device_count()
+    if (run.device or ("cuda" if count else "cpu")) == "cpu":
+        return torch.device("cpu")
+    if count < first + info.size:
+        raise StartFailed(too_few(count, info.size, first, others))
+    device = torch.device("cuda", first + info.rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def too_few(count: int, size: int, first: int, others: int) -> str:
+    """That ``count`` devices do not suffice for ``size`` ranks from the ``first`` on, and what they suffice for."""
+    needed, replicas = f"num_gpus={size}", ""
+    if others:
+        needed = f"a replica needs the devices {first} to {first + size - 1}"
+        replicas = f" with dp_size={count // size or 1}"
+    fits = count // size * size or count
+    remedy = f"nearest: num_gpus={fits}{replicas}, or device='cpu'" if fits else "use device='cpu'"
+    return f"{needed} but there are {count} CUDA devices; {remedy}"
 
 
 def cores() -> int:

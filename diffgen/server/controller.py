@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import os
 import shutil
 import threading
 import time
@@ -65,10 +64,7 @@ class DataParallelController:
     def _supervise(self, index: int) -> Supervisor:
         run = self.args.run
         ranks = ranks_of_replica(run)
-        threads = run.threads
-        if threads is None and "OMP_NUM_THREADS" not in os.environ:
-            threads = max(1, (os.cpu_count() or 1) // run.num_gpus)
-        alone = msgspec.structs.replace(run, num_gpus=ranks, dp_size=1, threads=threads)
+        alone = msgspec.structs.replace(run, num_gpus=ranks, dp_size=1)
         args = msgspec.structs.replace(self.args, run=alone, listen=ListenArgs())
         return Supervisor(
             args,

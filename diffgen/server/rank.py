@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from diffgen.args import ModelArgs
 from diffgen.errors import DiffgenError, StartFailed, WorkerDied
 from diffgen.logs import set_up_logs
@@ -139,7 +141,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     from diffgen.worker.worker import GPUWorker
 
     info = RankInfo(start.rank, args.run.num_gpus)
-    device = choose_device(args.run, info, start.place.first)
+    device = choose_device(args.run, info, start.place.first, start.place.others)
     if args.run.attention_backend == "xfuser":
         from diffgen.distributed.xfuser import check_xfuser
 
@@ -153,7 +155,10 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
         from diffgen.distributed.dims import choose_dims
         from diffgen.distributed.layout import make_layout
 
-        dims, why = choose_dims(args.run, abilities, name)
+        # As the user has asked for it: what is refused is told in numbers of all replicas.
+        replicas = 1 + start.place.others // info.size
+        run = msgspec.structs.replace(args.run, num_gpus=info.size * replicas, dp_size=replicas)
+        dims, why = choose_dims(run, abilities, name)
         logger.info("layout: %s (%s)", dims, why)
         return make_layout(dims, info, device, args.run.parallel_decode, args.run.attention_backend, control)
 
@@ -214,8 +219,6 @@ def open_pipeline(folder: Path, model: ModelArgs, device: Any, arrange: Any = No
 
 
 def _follow(worker: GPUWorker) -> None:
-    import msgspec
-
     from diffgen.scheduler.plan import Plan
 
     decoder = msgspec.msgpack.Decoder(Plan)

@@ -17,7 +17,7 @@ import pytest
 from processes import wait_until
 
 from diffgen import DiffGenerator
-from diffgen.errors import RequestCancelled, StartFailed
+from diffgen.errors import InvalidRequest, RequestCancelled, StartFailed
 from diffgen.http.health import troubles
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -83,6 +83,12 @@ def test_one_that_cannot_start_ends_all(tiny_wan: Path, root: Path, monkeypatch:
     monkeypatch.setenv("DIFFGEN_FAULT", "raise@load:0:0")
     with pytest.raises(StartFailed, match="rank 0: RuntimeError: fault on purpose"):
         DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", num_gpus=2, dp_size=2, log_level="error")
+
+
+def test_a_layout_is_refused_in_numbers_of_all_replicas(tiny_wan: Path, root: Path) -> None:
+    nearest = "do not divide by tp_size 3 .*; nearest: num_gpus 4 with dp_size 2 x tp_size 2 alone"
+    with pytest.raises(InvalidRequest, match=nearest):
+        DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", num_gpus=6, dp_size=2, tp_size=3, log_level="error")
 
 
 def test_memory_is_that_of_all_replicas(tiny_wan: Path, tmp_path: Path, root: Path) -> None:

@@ -88,6 +88,7 @@ def test_layouts(model: Abilities, run: dict[str, Any], dims: ParallelDims) -> N
             "ulysses_degree",
             ["12", "4 x ulysses_degree 2 = 8", "num_gpus 6 with tp_size 3 x ulysses_degree 2 alone"],
         ),
+        (DIT, {"num_gpus": 10, "tp_size": 10}, "tp_size", ["tp_size 10", "nearest: num_gpus 6 with tp_size 6 alone"]),
         (
             DIT,
             {"num_gpus": 4, "sp_degree": 4, "ring_degree": 3},
@@ -185,8 +186,9 @@ def test_what_is_called_nearest_is_legal(
     try:
         choose_dims(run, model, "Model")
     except InvalidRequest as error:
-        run = RunArgs(**_told(error))
-        choose_dims(run, model, "Model")
+        nearest = _told(error)
+        assert nearest["num_gpus"] <= run.num_gpus, "there may be no more devices"
+        choose_dims(RunArgs(**nearest), model, "Model")
 
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 40), min_size=1))
