@@ -3,8 +3,8 @@
     python benchmarks/gpu_parallel.py [--models flux.1 wan-1.3b] [--steps 5] [--attention-backend xfuser]
 
 Weights are random and of full size, made on the devices: nothing is downloaded. A layout's mean difference from one
-device should be at most that of two batch sizes, which the first line of each table has. Not on a CPU, where two batch
-sizes are equal in every bit: there a layout that adds in another order rounds in other places.
+device should be at most that of two batch sizes, which the first line of each table has. Not where that is 0, as on a
+CPU: two batch sizes are equal in every bit there, and a layout that adds in another order rounds in other places.
 """
 
 from __future__ import annotations

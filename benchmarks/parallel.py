@@ -198,8 +198,9 @@ def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
         text = json.dumps(dataclasses.asdict(job))
         command = [sys.executable, __file__, "--rank"]
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}  # about what it could use and does not find
+        # What libraries print, as NCCL and xfuser do to stdout, is not for the table.
         ranks = [
-            subprocess.Popen([*command, text, str(rank), folder], env=quiet, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([*command, text, str(rank), folder], env=quiet, stdout=sys.stderr)
             for rank in range(job.dims.world)
         ]
         try:
@@ -208,12 +209,12 @@ def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
                 time.sleep(0.1)
             if any(each.returncode for each in ranks):
                 raise SystemExit(f"a rank of {job} failed")
-            answers = [rank.communicate()[0] for rank in ranks]
+            medians = [json.loads(Path(folder, f"rank{rank}").read_text()) for rank in range(job.dims.world)]
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-        return [json.loads(answer) for answer in answers], torch.load(f"{folder}/output", weights_only=True)
+        return medians, torch.load(f"{folder}/output", weights_only=True)
 
 
 def _rank(job: Job, rank: int, folder: Path) -> None:
@@ -255,7 +256,9 @@ def _rank(job: Job, rank: int, folder: Path) -> None:
     if info.leads:
         torch.save(output.float().cpu(), folder / "output")
     medians = [statistics.median(values) for values in zip(*times, strict=True)]
-    print(json.dumps(dict(zip(("cpu", "wall", "sent", "collectives"), medians, strict=True)) | kinds))
+    found = dict(zip(("cpu", "wall", "sent", "collectives"), medians, strict=True)) | kinds
+    (folder / f"rank{rank}").write_text(json.dumps(found))
+    control.gather_vote([rank])  # none leaves while a peer's device may still read its memory
 
 
 def _by_kind(step: Callable[[], Any], steps: int) -> dict[str, float]:
