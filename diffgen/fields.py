@@ -25,6 +25,31 @@ from diffgen.errors import InvalidRequest
 
 MAX_INT = 2**63 - 1  # what the wire carries
 
+_LONGEST_NAME = 100  # that is compared with known ones, which takes memory by the character
+# Parameters by their names in OpenAI's API, diffusers, SGLang, ComfyUI and AUTOMATIC1111. They are not taken: what they
+# mean there differs in places. The last have no counterpart, though some name here looks like it.
+_ELSEWHERE: dict[str, str | None] = {
+    **dict.fromkeys(("steps", "num_steps", "n_steps", "sampling_steps"), "num_inference_steps"),
+    **dict.fromkeys(("cfg", "cfg_scale", "guidance"), "guidance_scale"),
+    **dict.fromkeys(("sampler", "sampler_name", "sampler_index", "sampling_method"), "scheduler"),
+    **dict.fromkeys(
+        ("n_images", "num_images", "num_images_per_prompt", "num_videos_per_prompt", "num_outputs", "num_samples",
+         "batch_size", "batch_count", "n_iter"),
+        "num_outputs_per_prompt",
+    ),
+    **dict.fromkeys(("frames", "frame_count", "n_frames", "num_video_frames", "video_length"), "num_frames"),
+    **dict.fromkeys(("frame_rate", "framerate"), "fps"),
+    **dict.fromkeys(("duration", "length"), "seconds"),
+    **dict.fromkeys(("text", "input", "inputs", "positive", "caption"), "prompt"),
+    **dict.fromkeys(("negative", "uc"), "negative_prompt"),
+    **dict.fromkeys(("noise_seed", "random_seed", "generator"), "seed"),
+    **dict.fromkeys(("image_size", "resolution", "aspect_ratio"), "size"),
+    **dict.fromkeys(("shift", "sigma_shift"), "flow_shift"),
+    **dict.fromkeys(("format", "image_format"), "output_format"),
+    "clip_stop_at_last_layers": "clip_skip",
+    **dict.fromkeys(("image", "images", "init_image", "init_images", "input_image", "lora", "loras")),
+}  # fmt: skip
+
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -57,9 +82,14 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """A remedy for a wrong name: the known one that is closest or contains it, or all of them."""
+    """A remedy for a wrong name: the known one that others call so, is closest or contains it, or all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1) or [other for other in known if len(name) > 2 and name in other]
+    close: list[str] = []
+    if name.lower() in _ELSEWHERE:
+        close = [other for other in known if other == _ELSEWHERE[name.lower()]]
+    elif len(name) <= _LONGEST_NAME:
+        holding = [each for each in known if len(name) > 2 and name in each]
+        close = difflib.get_close_matches(name, known, n=1) or holding
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
@@ -77,7 +107,7 @@ def build(struct: type[S], values: Mapping[str, object]) -> S:
         name = aliases.get(key, key)
         if name not in known:
             remedy = nearest_name(key, [*known, *aliases])
-            raise InvalidRequest(f"unknown parameter {key!r}; {remedy}", code="unknown_parameter", param=key)
+            raise InvalidRequest(f"unknown parameter {key!r:.100}; {remedy}", code="unknown_parameter", param=key)
         if name in found:
             refuse(name, f"{given[name]} and {key} are the same parameter; give one of them")
         found[name], given[name] = _typed(known[name], _plain(value)), key

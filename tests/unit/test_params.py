@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from fractions import Fraction
 from typing import Any
 
@@ -115,6 +116,18 @@ def test_unknown_names_are_refused_with_the_near_one() -> None:
     error = refused(sede=1)
     assert (error.code, error.param) == ("unknown_parameter", "sede")
     assert "did you mean 'seed'" in error.message
+    for other, ours in {
+        "steps": "num_inference_steps", "cfg_scale": "guidance_scale", "sampler_name": "scheduler",
+        "num_images_per_prompt": "num_outputs_per_prompt", "frame_count": "num_frames", "frame_rate": "fps",
+        "CLIP_stop_at_last_layers": "clip_skip", "duration": "seconds", "image_size": "size",
+    }.items():  # fmt: skip
+        assert refused(**{other: 1}).message.endswith(f"did you mean {ours!r}?")
+    assert "known: clip_skip, " in refused(init_images=[]).message
+    began = time.monotonic()
+    told = refused(**{"x" * 4_000_000: 1}).message
+    assert time.monotonic() - began < 1
+    assert "known: clip_skip, " in told
+    assert len(told) < 1000
 
 
 def test_a_name_far_from_all_lists_them() -> None:
