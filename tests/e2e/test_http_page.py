@@ -128,9 +128,23 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     expect(card.locator(".text")).to_have_text("<img src=x onerror=alert(1)>")
     wait_until(lambda: bundled_server.http.get("/v1/status").json()["requests"] == [], 10, "the work has stopped")
 
-    generate(page, "x" * 20_001, Steps=4)
-    expect(page.locator("article .error").first).to_contain_text("prompt has 20001 characters")
-    page.locator("article").first.get_by_role("button", name="Remove").click()
+    card.get_by_role("button", name="Use again").click()
+    assert page.get_by_label("Steps", exact=True).input_value() == "900", "as it was asked, nothing being resolved"
+
+    exact = {"Seed": 2**53 + 1, "Guidance": ".5", "Width": "064", "Height": 64}
+    generate(page, "x" * 20_001, Steps=1, **exact)
+    card = page.locator("article").first
+    expect(card.locator(".error")).to_contain_text("prompt has 20001 characters")
+    page.get_by_label("Seed", exact=True).fill("")
+    card.get_by_role("button", name="Use again").click()
+    assert page.get_by_label("Seed", exact=True).input_value() == str(2**53 + 1)
+    card.get_by_role("button", name="Remove").click()
+    expect(card.locator(".error")).to_have_text("Cancelled.")
+    generate(page, "a red circle", Steps=1)
+    expect(card.locator("dl")).to_contain_text(f"guidance0.5seed{2**53 + 1}")
+    for label in exact:
+        page.get_by_label(label, exact=True).fill("")
+    card.get_by_role("button", name="Remove").click()
 
     page.get_by_label("Clip", exact=True).check()
     generate(page, "a white triangle moving right on a purple background", Steps=60, Frames=5)
@@ -150,8 +164,23 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     assert page.get_by_label("Image", exact=True).is_checked()
     assert page.get_by_label("output format").input_value() == "webp"
 
+    other = {"prompt": "a", "size": "64x64", "num_frames": 5, "num_inference_steps": 1}
+    for _ in range(20):
+        bundled_server.post(other, "/v1/videos")
+    page.reload()
+    expect(page.locator("article .text")).to_have_text(["a"] * 20)  # the newest
+    for job in bundled_server.http.get("/v1/videos", params={"limit": 20}).json()["data"]:
+        bundled_server.http.delete(f"/v1/videos/{job['id']}")
     page.reload()
     expect(page.locator("article video")).to_be_visible()  # the server keeps its clips
+    # A cancel that does not reach the server is not one.
+    page.context.set_offline(True)
+    page.locator("article").first.get_by_role("button", name="Remove").click()
+    expect(page.locator("article .error").first).to_have_text("The server cannot be reached.")
+    page.context.set_offline(False)
+    page.locator("article").first.get_by_role("button", name="Remove").click()
+    expect(page.locator("article")).to_have_count(0)
+    assert bundled_server.http.get("/v1/videos").json()["data"] == []
 
 
 def test_phone_and_keyboard(bundled_server: Server, page: Page) -> None:
@@ -178,6 +207,9 @@ def test_key(http_server: Server, page: Page) -> None:
     page.goto(http_server.url)
     expect(page.locator("#state")).to_have_text("This server needs an API key.")
     shot(page, "5-key")
+    page.get_by_label("API key").fill("open sesame…")
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_text("The API key is wrong.")
     page.get_by_label("API key").fill("open sesame")
     page.keyboard.press("Enter")
     expect(page.locator("#state")).to_have_text("org/tiny-wan is ready")

@@ -12,12 +12,14 @@ const POLL_MS = 700;
 let model = null;
 let told = "";  // the text of the model's capabilities
 let connecting = false;
+let listed = false;  // the clips that the server keeps
 
 key.value = sessionStorage.getItem("key") ?? "";
 byId("access").addEventListener("submit", (event) => { event.preventDefault(); key.blur(); });
 key.addEventListener("change", () => { sessionStorage.setItem("key", key.value); connect(); });
 
 function headers(more = {}) {
+  if (/[^\x20-\xff]/.test(key.value)) throw new Refused(401, "no header can hold this key");
   return key.value ? { ...more, Authorization: `Bearer ${key.value}` } : more;
 }
 
@@ -37,6 +39,15 @@ async function call(path, { json, ...options } = {}) {
   throw new Refused(answer.status, found?.error?.message ?? `the server answered ${answer.status}`);
 }
 
+// Seeds may be beyond what JavaScript's numbers hold: they are sent as they were typed, and shown as they were told.
+function number(text) {
+  const value = Number(text);
+  return Number.isSafeInteger(value) || !/^[1-9]\d*$/.test(text) ? value : JSON.rawJSON?.(text) ?? value;
+}
+
+const parse = (text) => JSON.parse(text, (name, value, context) =>
+  Number.isInteger(value) && !Number.isSafeInteger(value) ? context?.source ?? value : value);
+const ask = async (path, options) => parse(await (await call(path, options)).text());
 const about = (seconds) => seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.ceil(seconds)} s`;
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 const task = () => form.elements.task.value;
@@ -108,8 +119,7 @@ function values() {
   const found = { prompt: form.elements.prompt.value };
   for (const input of form.querySelectorAll("[name]")) {
     if (input.disabled || input.value === "" || ["prompt", "task"].includes(input.name)) continue;
-    // Large seeds are beyond what JavaScript's numbers hold; they are sent as they were typed.
-    found[input.name] = input.type === "number" ? JSON.rawJSON?.(input.value) ?? Number(input.value) : input.value;
+    found[input.name] = input.type === "number" ? number(input.value) : input.value;
   }
   return found;
 }
@@ -118,7 +128,8 @@ function useAgain(kind, params) {
   form.elements.task.value = kind;
   showForTask();
   for (const input of form.querySelectorAll("[name]")) {
-    if (input.name !== "task") input.value = params[input.name] ?? "";
+    const given = params[input.name];
+    if (input.name !== "task") input.value = given?.rawJSON ?? given ?? "";
   }
   form.elements.prompt.focus();
   form.scrollIntoView({ block: "nearest" });
@@ -136,7 +147,7 @@ class Card {
     this.part(".again").addEventListener("click", () => useAgain(this.kind, this.params));
     this.part(".remove").addEventListener("click", () => this.remove());
     this.part(".cancel").addEventListener("click", () => this.cancel());
-    this.onCancel = () => {};
+    this.onCancel = async () => {};
     this.onRemove = async () => {};
     this.tell("waiting", null);
     results.prepend(this.root);
@@ -155,15 +166,27 @@ class Card {
     else this.part("progress").value = percent;
   }
 
-  cancel() {
-    this.part(".cancel").disabled = true;
-    this.cancelled = true;
-    this.onCancel();
+  async cancel() {
+    this.part(".cancel").disabled = this.cancelled = true;
+    try {
+      await this.onCancel();
+    } catch (error) {
+      this.part(".cancel").disabled = this.cancelled = false;  // the work goes on
+      this.tell(plainly(error), null);
+    }
   }
 
   async remove() {
-    if (!this.part(".work").hidden) this.cancel();
-    await this.onRemove().catch(() => {});
+    try {
+      if (this.part(".work").hidden) {
+        await this.onRemove();
+      } else {
+        await this.cancel();
+        if (!this.cancelled) return;
+      }
+    } catch (error) {
+      return this.fail(plainly(error));
+    }
     this.urls.forEach(URL.revokeObjectURL);
     // Who works with the keyboard goes on at the next result.
     const next = this.root.nextElementSibling?.querySelector(".remove") ?? form.elements.prompt;
@@ -222,7 +245,7 @@ async function* events(answer) {
     for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
       const lines = text.slice(0, end).split("\n");
       const data = lines.find((line) => line.startsWith("data: "));
-      if (data) yield JSON.parse(data.slice(6));
+      if (data) yield parse(data.slice(6));
       else if (lines[0].startsWith(": ")) yield { type: "comment", text: lines[0].slice(2) };
     }
   }
@@ -233,7 +256,7 @@ const SPANS = { denoise: [0, 88], decode: [88, 99] };
 async function makeImages(params) {
   const card = new Card("image", params).reveal(), control = new AbortController(), made = [];
   // The server cancels what nobody waits for.
-  card.onCancel = () => control.abort();
+  card.onCancel = async () => control.abort();
   try {
     const json = { ...params, stream: true, partial_images: 3 };
     const answer = await call("v1/images/generations", { json, signal: control.signal });
@@ -269,11 +292,16 @@ function plainly(error) {
 async function makeClip(params) {
   const card = new Card("video", params).reveal();
   try {
-    const job = await (await call("v1/videos", { json: { ...params, partial_images: 3 } })).json();
-    await follow(card, job);
+    await follow(card, await ask("v1/videos", { json: { ...params, partial_images: 3 } }));
   } catch (error) {
-    card.fail(plainly(error));
+    card.fail(card.cancelled ? "Cancelled." : plainly(error));
   }
+}
+
+async function discard(path) {
+  await call(path, { method: "DELETE" }).catch((error) => {
+    if (error.status !== 404) throw error;  // else it has gone already
+  });
 }
 
 async function showPreview(card, path) {
@@ -286,8 +314,8 @@ async function showPreview(card, path) {
 
 async function follow(card, job) {
   const path = `v1/videos/${job.id}`;
-  card.onCancel = () => call(path, { method: "DELETE" }).catch(() => {});
-  card.onRemove = () => call(path, { method: "DELETE" });
+  card.onCancel = card.onRemove = () => discard(path);
+  if (card.cancelled) await card.cancel();  // while there was no job yet
   let seen = 0;
   while (job.status === "queued" || job.status === "in_progress") {
     const left = job.eta === null ? "" : `, about ${about(job.eta)} left`;
@@ -301,10 +329,9 @@ async function follow(card, job) {
     for (let known = false; !known;) {
       await pause(POLL_MS);
       try {
-        job = await (await call(path)).json();
+        job = await ask(path);
         known = true;
       } catch (error) {
-        if (card.cancelled) return card.fail("Cancelled.");
         if (error instanceof Refused && error.status < 500) throw error;
         card.tell("waiting for the server", null);  // it may be starting again, and the job with it
       }
@@ -321,11 +348,14 @@ async function follow(card, job) {
 }
 
 async function showJobs() {
-  const { data } = await (await call("v1/videos?limit=20&order=asc")).json();
-  for (const job of data) {
+  const { data } = await ask("v1/videos?limit=20");
+  for (const job of data.reverse()) {  // the newest goes on top
     if (job.error) continue;
     const card = new Card("video", job.params);
-    follow(card, job).catch((error) => card.fail(plainly(error)));
+    follow(card, job).catch((error) => {
+      if (error.status === 404 && !card.cancelled) card.root.remove();  // it was kept its time
+      else card.fail(card.cancelled ? "Cancelled." : plainly(error));
+    });
   }
 }
 
@@ -337,13 +367,14 @@ async function connect() {
   const state = byId("state");
   for (;;) {
     try {
-      const first = model === null, now = await (await call("v1/capabilities")).text();
+      const now = await (await call("v1/capabilities")).text();
       model = JSON.parse(now);
       state.textContent = `${model.model} is ready`;
       state.classList.remove("wrong");
       if (now !== told) build();  // else what was typed stays
       told = now;
-      if (first) await showJobs();
+      if (!listed) await showJobs();
+      listed = true;
       break;
     } catch (error) {
       state.textContent = plainly(error);
