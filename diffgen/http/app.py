@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -20,6 +20,7 @@ from diffgen.http.errors import HttpError, from_diffgen, internal_error
 from diffgen.http.guard import Access, Guard, exchange_of
 from diffgen.http.params import unknown
 from diffgen.http.service import Service, service_of
+from diffgen.http.work import client_left
 
 metrics_router = APIRouter()
 
@@ -44,6 +45,7 @@ def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     app.add_exception_handler(DiffgenError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
+    app.add_exception_handler(ClientDisconnect, _answer_error)
     app.add_exception_handler(Exception, _answer_error)
     schema.install(app)
     args = service.args
@@ -51,7 +53,7 @@ def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     guarded = Guard(app, access, service.limits.body, service.metrics.answered)
     if not access.origins:
         return guarded
-    exposed = ["x-request-id", "x-should-retry", "retry-after", "openai-poll-after-ms"]
+    exposed = ["x-request-id", "x-should-retry", "x-warnings", "retry-after", "openai-poll-after-ms"]
     return CORSMiddleware(
         guarded, list(access.origins), allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
     )
@@ -90,6 +92,8 @@ def _as_http(request: Request, error: Exception) -> HttpError:
         return error
     if isinstance(error, DiffgenError):
         return from_diffgen(error)
+    if isinstance(error, ClientDisconnect):  # while it sent its request
+        return client_left()
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         return HttpError(400, "invalid_request", str(first["msg"]), param=str(first["loc"][-1]))

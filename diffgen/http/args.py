@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -71,6 +72,19 @@ class HttpArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def names(text: str | None) -> tuple[str, ...]:
     """The parts of a list that is separated by commas."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def check_http(args: HttpArgs) -> None:
+    """Raises :class:`InvalidRequest` for what could be noticed only by clients otherwise."""
+    for origin in names(args.allowed_origins):
+        # As browsers send it: anything else would never be equal to it.
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#*@\sA-Z]+|null", origin):
+            rule = "it must be as browsers send it, such as https://app.example or http://localhost:3000"
+            refuse("allowed_origins", f"allowed_origins holds {origin!r:.100}; {rule}")
+    base = args.public_base_url
+    if base is not None and not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", base):
+        rule = "it must be a URL, such as https://draw.example or https://example.org/draw"
+        refuse("public_base_url", f"public_base_url is {base!r:.100}; {rule}")
 
 
 def is_loopback(host: str) -> bool:

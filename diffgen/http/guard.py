@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hmac
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -45,10 +48,31 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 class FileAnswer(FileResponse):
-    """A file. Of one that a HEAD asks for, only the size and the like are looked up."""
+    """A file, or the error ``gone`` where there is none. Of one that a HEAD asks for, only the size and the like are
+    looked up."""
+
+    def __init__(self, path: Path, media_type: str, gone: HttpError) -> None:
+        super().__init__(path, media_type=media_type)
+        self._gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__({**scope, "method": exchange_of(scope).method}, receive, send)
+        async def send_file(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in (400, 416):
+                raise _wrong_range(message["status"], Headers(scope=scope).get("range", ""), found.st_size)
+            await send(message)
+
+        try:
+            found = self.stat_result = await asyncio.to_thread(os.stat, self.path)
+        except FileNotFoundError:
+            raise self._gone from None
+        self.set_stat_headers(found)
+        await super().__call__({**scope, "method": exchange_of(scope).method}, receive, send_file)
+
+
+def _wrong_range(status: int, asked: str, size: int) -> HttpError:
+    rule = f"the file has {size} bytes; ask for a part of them, such as bytes=0-99"
+    headers = {"content-range": f"bytes */{size}"} if status == 416 else {}
+    return HttpError(status, "invalid_range", f"range {asked!r:.100}: {rule}", headers=headers)
 
 
 class Access:
@@ -83,7 +107,8 @@ class Access:
         if not self._keys:
             return
         scheme, _, given = header.partition(" ")
-        key = given.strip().encode() if scheme.lower() == "bearer" else b""
+        # As it was sent: Starlette reads the bytes of headers as Latin-1.
+        key = given.encode("latin-1").strip() if scheme.lower() == "bearer" else b""
         if not any(hmac.compare_digest(key, known) for known in self._keys):
             rule = "send the header 'Authorization: Bearer KEY' with a key of this server"
             problem = "the API key is wrong" if key else "an API key is missing"
@@ -117,7 +142,7 @@ class Guard:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                _mark(MutableHeaders(scope=message), exchange.id, headers.get("x-request-id"))
+                _mark(MutableHeaders(scope=message), exchange, headers.get("x-request-id"))
             await send(message)
 
         try:
@@ -152,11 +177,13 @@ class Guard:
         )
 
 
-def _mark(headers: MutableHeaders, request_id: str, theirs: str | None) -> None:
-    headers["x-request-id"] = request_id
+def _mark(headers: MutableHeaders, exchange: Exchange, theirs: str | None) -> None:
+    headers["x-request-id"] = exchange.id
     headers["x-content-type-options"] = "nosniff"
     if theirs is not None:
         headers["x-client-request-id"] = _printable(theirs)
+    if exchange.warnings:  # not every answer has a place for them in its body
+        headers["x-warnings"] = "; ".join(map(_printable, exchange.warnings))
 
 
 def _printable(text: str) -> str:

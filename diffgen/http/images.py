@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffgen.errors import DiffgenError, InvalidRequest
+from diffgen.errors import InvalidRequest
 from diffgen.http import schema
 from diffgen.http.bodies import read_body
 from diffgen.http.errors import HttpError, json_response
@@ -52,7 +52,7 @@ async def generate(request: Request) -> Response:
     check_model(options, service.served)
     params = with_previews(check_image(params, options), options.partial_images, generator.model)
     note_params(request, params)
-    work = service.works.begin(request, values, lambda: service.traced(request, generator.submit(params)))
+    work = service.works.begin(request, values, lambda: service.followed(request, generator.submit(params)))
     exchange = exchange_of(request.scope)
     exchange.notes["generation"] = work.handle.id
     answer = ImageAnswer(service, request, options, work, (*exchange.warnings, *warnings))
@@ -60,9 +60,6 @@ async def generate(request: Request) -> Response:
         return await stream(answer, options.partial_images or 0)
     try:
         result = await service.works.result(work, request)
-    except DiffgenError as error:
-        service.metrics.failed(service.model.name, "image", error)
-        raise
     finally:
         service.works.leave(work)
     # Of many megabytes, with several images.
@@ -113,7 +110,7 @@ class ImageAnswer:
         image_id = f"img_{self.work.handle.id}"
         height, width = result.pixels.shape[2:4]
         if self.options.response_format == "url":
-            expires = self.work.created + self.service.args.media_ttl
+            expires = time.time() + self.service.args.media_ttl
             kind = f"image/{self.format}"
             await asyncio.to_thread(self.service.store.add_image, image_id, contents, kind, expires)
         found = []
@@ -150,7 +147,6 @@ class ImageAnswer:
 
     async def whole(self, result: GenerationResult) -> dict[str, Any]:
         """The answer without a stream."""
-        self.service.metrics.finished("image", result)
         height, width = result.pixels.shape[2:4]
         return {
             "created": int(self.work.created),
@@ -208,9 +204,8 @@ async def content(request: Request, image_id: str, variant: str = "0") -> Respon
     path = service.store.path(f"{image_id}_{int(variant[:9])}", media_type.partition("/")[2])
     if time.time() > expires_at:
         raise HttpError(404, "image_expired", f"image {image_id} was kept {service.args.media_ttl:g} s")
-    if not path.exists():
-        raise HttpError(404, "image_not_found", f"image {image_id} has no variant {variant[:9]}", param="variant")
-    return FileAnswer(path, media_type=media_type)
+    gone = HttpError(404, "image_not_found", f"image {image_id} has no variant {variant[:9]}", param="variant")
+    return FileAnswer(path, media_type, gone)
 
 
 @router.post("/v1/images/edits", **schema.refuses())

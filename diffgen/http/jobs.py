@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from diffgen.errors import (
     InvalidRequest,
     OutputError,
     QueueFull,
+    RequestCancelled,
     ServerClosed,
     WorkerDied,
 )
@@ -98,14 +99,21 @@ class VideoJobs:
 
     async def create(self, job: Job, generator: DiffGenerator, trace: Trace | None) -> Job:
         """Store a job, then run it; returns the one that its Idempotency-Key has made before, if any."""
-        stored = await asyncio.to_thread(self._store.add, job)
+        live = self._live[job.id] = Live(job, trace=trace)  # it counts from here on, or many at a time were too many
+        try:
+            stored = await asyncio.to_thread(self._store.add, job)
+        except BaseException:
+            del self._live[job.id]
+            raise
         if stored.id == job.id:
-            self._start(job, generator, trace)
+            self._start(live, generator)
+        else:
+            del self._live[job.id]
         return stored
 
-    async def resume(self, generator: DiffGenerator, begin_trace: Callable[[Job], Trace | None]) -> None:
+    def resume(self, jobs: Iterable[Job], generator: DiffGenerator, begin_trace: Callable[[Job], Trace | None]) -> None:
         """Run again what a former server had not finished."""
-        for job in await asyncio.to_thread(self._store.unfinished):
+        for job in jobs:
             refusal: DiffgenError | None = None
             if job.model != generator.model.name:
                 reason = f"it was for the model {job.model}, and this server now serves {generator.model.name}"
@@ -113,18 +121,15 @@ class VideoJobs:
             elif job.attempts >= MAX_ATTEMPTS:
                 reason = f"the server has stopped {job.attempts} times meanwhile"
                 refusal = WorkerDied(reason, retryable=False)
-            job = msgspec.structs.replace(job, status="queued")
-            self._start(job, generator, begin_trace(job), refusal)
+            live = self._live[job.id] = Live(msgspec.structs.replace(job, status="queued"), trace=begin_trace(job))
+            self._start(live, generator, refusal)
 
     async def ended(self) -> None:
         """Wait until no job is in work, as after the generator was closed."""
         await asyncio.gather(*self._tasks)
 
-    def _start(
-        self, job: Job, generator: DiffGenerator, trace: Trace | None, refusal: DiffgenError | None = None
-    ) -> None:
-        live = self._live[job.id] = Live(job, trace=trace)
-        task = asyncio.create_task(self._run(live, generator, refusal), name=job.id)
+    def _start(self, live: Live, generator: DiffGenerator, refusal: DiffgenError | None = None) -> None:
+        task = asyncio.create_task(self._run(live, generator, refusal), name=live.job.id)
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
 
@@ -143,16 +148,18 @@ class VideoJobs:
             if refusal is not None:
                 raise refusal
             result = await self._result(live, generator)
-            if result is not None:
-                self._metrics.finished("video", result)
+            if result is None:
+                self._metrics.failed(live.job.model, "video", RequestCancelled.default_code)
+            else:
                 await self._complete(live, result)
+                self._metrics.finished("video", result)
         except DiffgenError as error:
             failure = error.code
-            self._metrics.failed(live.job.model, "video", error)
+            self._metrics.failed(live.job.model, "video", error.code)
             if live.handle is not None:
                 live.handle.cancel()  # where it was the store that failed, the work goes on
             # What ended with the server runs again in the next one.
-            if not (isinstance(error, ServerClosed | ConnectionFailed) or (error.retryable and self.stopping)):
+            if not self._has_ended(generator, error):
                 await self._fail(live, error.code, error.public)
         except Exception as error:  # the border of the task: nobody else would end the job
             failure = "internal_error"
@@ -162,6 +169,11 @@ class VideoJobs:
             if live.trace is not None:
                 live.trace.end(failure)
             del self._live[live.job.id]
+
+    def _has_ended(self, generator: DiffGenerator, error: DiffgenError) -> bool:
+        """Whether ``error`` is the server's end, and not the job's."""
+        gave_up = generator.supervisor is not None and generator.supervisor.failure is not None
+        return isinstance(error, ServerClosed | ConnectionFailed) or (error.retryable and self.stopping) or gave_up
 
     async def _result(self, live: Live, generator: DiffGenerator) -> GenerationResult | None:
         """None where it was deleted meanwhile."""

@@ -14,7 +14,9 @@ from prometheus_client.registry import Collector
 import diffgen
 from diffgen.api import DiffGenerator
 from diffgen.errors import DiffgenError
+from diffgen.handle import Event, GenerationHandle
 from diffgen.result import GenerationResult
+from diffgen.wire.messages import Failed
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -24,7 +26,7 @@ _STATUS_S = 2.0
 
 
 class Metrics:
-    """Labels are few and bounded: never a prompt, a path or an id."""
+    """Labels are few and bounded: never a prompt, a path or an id. Thread-safe."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -76,8 +78,19 @@ class Metrics:
         made.labels(model).inc(len(result.seeds) * (result.params.num_frames or 1))
         self._memory.labels(model).set(result.peak_memory_mb * 2**20)
 
-    def failed(self, model: str, task: str, error: DiffgenError) -> None:
-        self._ended.labels(model, task, error.code).inc()
+    def failed(self, model: str, task: str, code: str) -> None:
+        self._ended.labels(model, task, code).inc()
+
+    def follow(self, handle: GenerationHandle, model: str, task: str) -> None:
+        """Count its end, once, however many HTTP requests wait for it and whoever still does."""
+
+        def note(event: Event) -> None:
+            if isinstance(event, GenerationResult):
+                self.finished(task, event)
+            elif isinstance(event, Failed):
+                self.failed(model, task, event.error.code)
+
+        handle.subscribe(note)
 
     def text(self, generator: DiffGenerator | None) -> bytes:
         """The exposition. Asks the ranks, so it may take a moment: not for the event loop."""

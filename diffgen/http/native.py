@@ -66,7 +66,7 @@ async def submit(request: Request) -> Response:
     values = parse_json(await request.body())
     params = parse_params(values)
     note_params(request, params)
-    work = service.works.begin(request, values, lambda: service.traced(request, generator.submit(params)))
+    work = service.works.begin(request, values, lambda: service.followed(request, generator.submit(params)))
     exchange_of(request.scope).notes["generation"] = work.handle.id
     headers = {"x-generation-id": work.handle.id, "cache-control": "no-store"}
     return StreamingResponse(_messages(service.works, work, request), media_type=MEDIA_TYPE, headers=headers)

@@ -12,7 +12,7 @@ from diffgen.errors import InvalidRequest
 from diffgen.fields import Field, build, fields, nearest_name, refuse
 from diffgen.http.errors import HttpError
 from diffgen.media import encode
-from diffgen.params import ModelSpec, SamplingParams, parse_params
+from diffgen.params import ModelSpec, SamplingParams, parse_params, parse_size
 
 #: As OpenAI's contract has it, whatever the server's own limit.
 MAX_N = 10
@@ -78,6 +78,7 @@ class VideoOptions(CommonOptions, frozen=True, kw_only=True):
 
 #: Parameters that mean nothing over HTTP.
 HIDDEN = ("output_type", "preview_every")
+_MOST_TOLD = 20  # unknown parameters, by name
 _WITHOUT_EFFECT = ("user", "safety_identifier", "quality", "style", "moderation", "complexity")
 _NEUTRAL = (None, "auto", "standard", "default")
 
@@ -112,9 +113,11 @@ def unknown(given: Iterable[str], known: Collection[str], *, ignore: bool) -> li
     names = [name for name in given if name not in known]
     if names and not ignore:
         remedy = nearest_name(names[0], known) if known else "this address takes none"
-        told = f"unknown parameter {names[0]!r:.100}; {remedy}"
-        raise InvalidRequest(told, code="unknown_parameter", param=names[0])
-    return [f"{name!r:.100} has no effect: it is not known" for name in names]
+        wrong = f"unknown parameter {names[0]!r:.100}; {remedy}"
+        raise InvalidRequest(wrong, code="unknown_parameter", param=names[0])
+    told = [f"{name!r:.100} has no effect: it is not known" for name in names[:_MOST_TOLD]]
+    more = len(names) - len(told)
+    return [*told, f"{more} further parameters have no effect: they are not known"] if more else told
 
 
 def _seconds(text: str) -> float:
@@ -130,6 +133,12 @@ def _idle(options: CommonOptions) -> list[str]:
     found = [f"{name} has no effect" for name in given]
     if options.generator_device not in (None, "cpu"):
         found.append("generator_device has no effect: noise is drawn on the CPU")
+    if (
+        isinstance(options, ImageOptions)
+        and options.output_quality not in _NEUTRAL
+        and options.output_format in (None, "png")
+    ):
+        found.append("output_quality has no effect: png has none; give output_format=jpeg or webp")
     return found
 
 
@@ -151,12 +160,20 @@ def check_image(params: SamplingParams, options: ImageOptions) -> SamplingParams
         refuse(name, f"{name} {getattr(params, name)}: this route makes still images; use /v1/videos for clips")
     if options.background == "transparent":
         refuse("background", "background transparent: no model here draws alpha; use opaque or auto")
-    if options.partial_images is not None and not options.stream:
+    if options.partial_images and not options.stream:
         refuse("partial_images", f"partial_images {options.partial_images} without stream; give stream=true")
     if options.output_format in (None, "png") and options.output_compression is not None:
         rule = "only jpeg and webp have a quality; leave it out, or give output_format=jpeg or webp"
         refuse("output_compression", f"output_compression {options.output_compression} with png: {rule}")
+    _check_sides(params, options.output_format or "png")
     return msgspec.structs.replace(params, num_frames=1)
+
+
+def _check_sides(params: SamplingParams, output_format: str) -> None:
+    sides = (params.width, params.height, *((params.size and parse_size(params.size)) or ()))
+    longest, side = encode.MAX_SIDE.get(output_format), max(each or 0 for each in sides)
+    if longest is not None and side > longest:
+        refuse("output_format", f"{output_format} holds at most {longest} pixels a side, not {side}; use png")
 
 
 def quality_of(options: ImageOptions) -> int:

@@ -53,15 +53,17 @@ class Service:
 
     async def open(self, generator: DiffGenerator) -> None:
         """The model is loaded: take requests, and run what a former server left."""
+        # Before new jobs can come, which would otherwise be among them.
+        left = await asyncio.to_thread(self.store.unfinished)
         self.generator = generator
         self._sweeper = asyncio.create_task(self._sweep())
-        await self.jobs.resume(generator, self.resume_trace)
+        self.jobs.resume(left, generator, self.resume_trace)
 
     async def _sweep(self) -> None:
         while True:
             try:
                 await asyncio.to_thread(self.store.sweep)
-            except DiffgenError as error:
+            except (DiffgenError, OSError) as error:
                 logger.error("expired files cannot be removed: %s", error)
             await asyncio.sleep(_SWEEP_S)
 
@@ -98,10 +100,14 @@ class Service:
         about = {"gen_ai.request.model": self.served[0], "gen_ai.output.type": output, **more}
         return self.traces.begin(headers, **about)
 
-    def traced(self, request: Request, handle: GenerationHandle) -> GenerationHandle:
-        """A handle whose trace ends with the answer to ``request``."""
-        frames = handle.params.num_frames or self.model.defaults.get("num_frames")
-        trace = self.begin_trace("image" if frames in (None, 1) else "video", request)
+    def followed(self, request: Request, handle: GenerationHandle) -> GenerationHandle:
+        """A handle whose end is counted, and whose trace ends with the answer to ``request``."""
+        params = handle.params
+        frames = params.num_frames or self.model.defaults.get("num_frames")
+        is_clip = frames not in (None, 1) or (params.num_frames is None and params.seconds is not None)
+        output = "video" if is_clip else "image"
+        self.metrics.follow(handle, self.model.name, output)
+        trace = self.begin_trace(output, request)
         if trace is not None:
             trace.follow(handle)
             exchange_of(request.scope).trace = trace

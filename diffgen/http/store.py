@@ -29,6 +29,7 @@ logger = logging.getLogger("diffgen.http.store")
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
 _KNOWN_S = 86400.0  # that an id is remembered after its file has gone
+_PLACES = 1000  # deleted jobs whose places are remembered
 _RESERVE_BYTES = 2**18  # a deletion's share of the database's log, many times over
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS videos (
@@ -85,6 +86,7 @@ class Store:
         self._lock = threading.Lock()
         self._reserve = folder / "reserve"
         self._gone: set[str] = set()  # deleted jobs whose rows could not be
+        self._places: dict[str, int] = {}  # of the jobs deleted last: a client may delete what it pages through
         self._hold_back()
         try:
             self._db = sqlite3.connect(folder / "jobs.sqlite", check_same_thread=False, isolation_level=None)
@@ -135,13 +137,13 @@ class Store:
         return None if job is None or job.id in self._gone else job
 
     def page(self, after: str | None, limit: int, newest_first: bool) -> list[Job] | None:
-        """Up to ``limit`` jobs that follow ``after``; None where that is not known."""
+        """Up to ``limit`` jobs that follow ``after``, which may have just been deleted; None where it is not known."""
         place = None
         if after is not None:
             found = self._all("SELECT number FROM videos WHERE id = ?", after)
-            if not found:
+            place = found[0][0] if found else self._places.get(after)
+            if place is None:
                 return None
-            place = found[0][0]
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         there = f"(? IS NULL OR number {sign} ?) AND id NOT IN (SELECT value FROM json_each(?))"
         statement = f"SELECT job FROM videos WHERE {there} ORDER BY number {order} LIMIT ?"
@@ -169,14 +171,20 @@ class Store:
     def _forget_gone(self) -> None:
         for job_id in list(self._gone):
             try:
-                self._all("DELETE FROM videos WHERE id = ?", job_id)
+                self._forget(job_id)
             except OutputError:
                 if not self._reserve.exists():
                     raise
                 self._reserve.unlink(missing_ok=True)
-                self._all("DELETE FROM videos WHERE id = ?", job_id)
+                self._forget(job_id)
             self._gone.discard(job_id)
         self._hold_back()
+
+    def _forget(self, job_id: str) -> None:
+        for (place,) in self._all("DELETE FROM videos WHERE id = ? RETURNING number", job_id):
+            self._places[job_id] = place
+        for old in list(self._places)[:-_PLACES]:
+            self._places.pop(old, None)
 
     def _hold_back(self) -> None:
         """Take the space for deletions on a full disk, if there is any."""
@@ -189,10 +197,17 @@ class Store:
             self._reserve.unlink(missing_ok=True)
 
     def add_image(self, image_id: str, contents: list[bytes], media_type: str, expires_at: float) -> None:
-        extension = media_type.partition("/")[2]
-        for variant, content in enumerate(contents):
-            self.write(f"{image_id}_{variant}", extension, partial(_write_bytes, content))
+        """The files of one answer, all or none. Raises :class:`OutputError`."""
+        extension, is_new = media_type.partition("/")[2], self.image(image_id) is None
+        # First: files that nothing tells of would never expire.
         self._all("INSERT OR REPLACE INTO images VALUES (?, ?, ?)", image_id, expires_at, media_type)
+        try:
+            for variant, content in enumerate(contents):
+                self.write(f"{image_id}_{variant}", extension, partial(_write_bytes, content))
+        except OutputError:
+            if is_new:  # else another answer names them too
+                self._remove_files(image_id)
+            raise
 
     def image(self, image_id: str) -> tuple[str, float] | None:
         """Media type, and when it expires."""
@@ -209,17 +224,20 @@ class Store:
     def path(self, name: str, extension: str) -> Path:
         return self.folder / f"{name}.{extension}"
 
-    def _remove_files(self, media_id: str) -> None:
-        for path in [*self.folder.glob(f"{media_id}.*"), *self.folder.glob(f"{media_id}_*")]:
-            path.unlink(missing_ok=True)
+    def _remove_files(self, *media_ids: str) -> None:
+        gone = set(media_ids)
+        for path in self.folder.iterdir() if gone else ():
+            # What follows the id, which holds one "_", is a variant's name.
+            if "_".join(path.stem.split("_")[:2]) in gone:
+                path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove files that have expired, and forget ids a day later."""
         self._forget_gone()
         now = time.time()
         for table in ("videos", "images"):
-            for (media_id,) in self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now):
-                self._remove_files(media_id)
+            expired = self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now)
+            self._remove_files(*(media_id for (media_id,) in expired))
             self._all(f"DELETE FROM {table} WHERE expires_at < ?", now - _KNOWN_S)
 
 

@@ -58,9 +58,7 @@ async def _lines(
                     yield await _partial(answer, event, shown)
                     shown += 1
                 elif isinstance(event, Failed):
-                    error = error_from(event.error)
-                    answer.service.metrics.failed(answer.service.model.name, "image", error)
-                    yield _event("error", {"type": "error", **from_diffgen(error).body()})
+                    yield _event("error", {"type": "error", **from_diffgen(error_from(event.error)).body()})
                 elif isinstance(event, GenerationResult):
                     for line in await _completed(answer, event):
                         yield line
@@ -98,7 +96,6 @@ async def _partial(answer: ImageAnswer, preview: Preview, index: int) -> str:
 
 
 async def _completed(answer: ImageAnswer, result: GenerationResult) -> list[str]:
-    answer.service.metrics.finished("image", result)
     try:
         images = await answer.images(result)
     except DiffgenError as error:

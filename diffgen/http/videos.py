@@ -40,10 +40,8 @@ async def create(request: Request) -> Response:
     service = service_of(request)
     generator = service.accepting()
     key = idempotency_key(request)
-    # One that has made its job already gets it, whatever else waits.
-    if len(service.jobs) >= service.limits.queue and not await service.jobs.knows(key):
-        rule = f"this server's limit is {service.limits.queue}; try again later"
-        raise QueueFull(f"{len(service.jobs)} clips are waiting or running, and {rule}")
+    is_known = await service.jobs.knows(key)
+    _check_place(service, is_known)
     values = await read_body(request, known_fields(VideoOptions), forms=True)
     for name in _PICTURES:
         if values.get(name) is not None:
@@ -58,7 +56,8 @@ async def create(request: Request) -> Response:
     if resolved.params.num_frames == 1:
         rule = "use /v1/images/generations for a still image"
         raise InvalidRequest(f"num_frames is 1: {rule}", code="invalid_num_frames", param="num_frames")
-    encode.check_even(resolved.params.width or 0, resolved.params.height or 0)
+    encode.check_mp4(resolved.params.width or 0, resolved.params.height or 0)
+    _check_place(service, is_known)  # others have come while the body was read
     trace, exchange = service.begin_trace("video", request), exchange_of(request.scope)
     job = Job(
         id=f"video_{uuid.uuid4().hex}",
@@ -76,6 +75,14 @@ async def create(request: Request) -> Response:
     note_params(request, resolved.params)
     exchange.notes["video"] = stored.id
     return json_response(_view(service, stored), headers=_POLL)
+
+
+def _check_place(service: Service, is_known: bool) -> None:
+    """Raises :class:`QueueFull` where there is no place for another job; one that is known already needs none."""
+    most, there = service.limits.queue, len(service.jobs)
+    if there >= most and not is_known:
+        rule = f"this server's limit is {most}; try again later"
+        raise QueueFull(f"{there} clips are waiting or running, and {rule}")
 
 
 def _view(service: Service, job: Job) -> dict[str, Any]:
@@ -143,6 +150,8 @@ async def list_videos(request: Request, after: str | None = None, limit: str = "
 
 async def _find(service: Service, video_id: str) -> Job:
     job = await asyncio.to_thread(service.store.get, video_id)
+    if job is not None and job.status in ("queued", "in_progress") and service.jobs.live(video_id) is None:
+        job = await asyncio.to_thread(service.store.get, video_id)  # it has ended while it was looked up
     if job is None:
         raise _not_found(video_id)
     return job
@@ -186,9 +195,10 @@ async def content(request: Request, video_id: str, variant: str = "video") -> Re
         raise HttpError(409, "video_not_ready", f"video {video_id} is not done; {rule}", headers=_POLL)
     name, extension, media_type = _FILES[variant]
     path = service.store.path(name.format(id=job.id), extension)
-    if (job.expires_at is not None and time.time() > job.expires_at) or not path.exists():
-        raise HttpError(404, "video_expired", f"video {video_id} was kept {service.args.media_ttl:g} s")
-    return FileAnswer(path, media_type=media_type)
+    gone = HttpError(404, "video_expired", f"video {video_id} was kept {service.args.media_ttl:g} s")
+    if job.expires_at is not None and time.time() > job.expires_at:
+        raise gone
+    return FileAnswer(path, media_type, gone)
 
 
 async def _preview(service: Service, job: Job) -> Response:

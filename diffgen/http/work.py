@@ -19,7 +19,7 @@ from diffgen.handle import GenerationHandle
 from diffgen.http.errors import HttpError
 from diffgen.result import GenerationResult
 
-#: How long keyed work goes on without anybody who waits for it: OpenAI's client comes back within 8 s.
+#: OpenAI's client comes back within 8 s.
 GRACE_S = 10.0
 _KEPT_S = 600.0
 _KEPT_BYTES = 2**27
@@ -36,6 +36,8 @@ class Work:
     created: float
     waiting: int = 0
     ended: float | None = None
+    leaving: asyncio.TimerHandle | None = None  # until it is cancelled, as nobody waits for it
+    cancelled: bool = False
 
     @property
     def kept_bytes(self) -> int:
@@ -50,7 +52,7 @@ class Work:
     def worth_keeping(self, now: float) -> bool:
         """Whether a request with the same key is to get this one's end. ``now`` is by the monotonic clock."""
         if not self.handle.done():
-            return True
+            return not self.cancelled
         try:
             self.handle.result()
         except DiffgenError as error:
@@ -59,9 +61,11 @@ class Work:
 
 
 class Works:
-    """All work that HTTP requests wait for. Belongs to the event loop's thread."""
+    """All work that HTTP requests wait for. Belongs to the event loop's thread. ``grace_s`` is how long keyed work goes
+    on without anybody who waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
         self._keyed: collections.OrderedDict[str, Work] = collections.OrderedDict()
         self.waiting = 0  # HTTP requests
 
@@ -79,24 +83,22 @@ class Works:
             work = Work(submit(), digest, key is not None, time.time())
             if key is not None:
                 self._keyed[key] = work
+        if work.leaving is not None:
+            work.leaving.cancel()
         work.waiting += 1
         self.waiting += 1
         return work
 
     def leave(self, work: Work) -> None:
-        """Somebody waits no more. Work that nobody waits for is cancelled, keyed work after :data:`GRACE_S`."""
+        """Somebody waits no more. Work that nobody waits for is cancelled, keyed work after its grace."""
         work.waiting -= 1
         self.waiting -= 1
         if work.waiting or work.handle.done():
             return
         if work.keyed:
-            asyncio.get_running_loop().call_later(GRACE_S, self._cancel_left, work)
+            work.leaving = asyncio.get_running_loop().call_later(self._grace_s, _cancel, work)
         else:
-            work.handle.cancel()
-
-    def _cancel_left(self, work: Work) -> None:
-        if not work.waiting:
-            work.handle.cancel()
+            _cancel(work)
 
     def _forget(self) -> None:
         now = time.monotonic()
@@ -122,6 +124,11 @@ class Works:
                 return ended.result()
             ended.cancel()
             raise client_left()
+
+
+def _cancel(work: Work) -> None:
+    work.cancelled = True
+    work.handle.cancel()
 
 
 async def _end(handle: GenerationHandle) -> GenerationResult:

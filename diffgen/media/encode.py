@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_QUALITY = 95
 MAX_SIDE = {"jpeg": 65_535, "webp": 16_383, "gif": 65_535}
+MAX_MP4_SIDE = 16_383  # of the encoder, and of WebP, which thumbnails are
 Target = Path | IO[bytes]
 GIF_MAX_FPS = 50  # browsers show a frame of less than 1/50 s for 1/10 s
 
@@ -73,13 +74,13 @@ def gif_delays(frames: int, fps: float) -> list[int]:
 def save_mp4(frames: NDArray[np.uint8], path: Path, fps: float, metadata: Metadata | None = None) -> None:
     """Write (frames, height, width, 3) as H.264 in yuv420p, BT.709, with the index first, at the exact frame rate.
 
-    Raises :class:`InvalidRequest` for odd sizes, which yuv420p cannot hold.
+    Raises :class:`InvalidRequest` as :func:`check_mp4`.
     """
     import av
     from av.video.reformatter import ColorRange, Colorspace
 
     _, height, width, _ = frames.shape
-    check_even(width, height)
+    check_mp4(width, height)
     # Without use_metadata_tags the muxer drops keys that it does not know.
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart+use_metadata_tags"}) as container:
         if metadata is not None:
@@ -103,7 +104,9 @@ def save_mp4(frames: NDArray[np.uint8], path: Path, fps: float, metadata: Metada
         container.mux(stream.encode(None))
 
 
-def check_even(width: int, height: int) -> None:
+def check_mp4(width: int, height: int) -> None:
     """Raises :class:`InvalidRequest` where a size cannot be written as an MP4 that every player shows."""
+    if max(width, height) > MAX_MP4_SIDE:
+        raise InvalidRequest(f"{width}x{height}: MP4 holds at most {MAX_MP4_SIDE} pixels a side here; use smaller ones")
     if width % 2 or height % 2:
         raise InvalidRequest(f"{width}x{height} is odd, and MP4 needs even sizes; use even width and height")

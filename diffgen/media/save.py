@@ -111,7 +111,7 @@ def _check_kind(options: SaveOptions, params: SamplingParams) -> str:
         rule = f"a GIF shows at most {encode.GIF_MAX_FPS} frames a second"
         refuse("fps", f"fps {params.fps:g}: {rule}; use a lower fps, or output_format=mp4")
     if chosen == "mp4" and params.width is not None and params.height is not None:
-        encode.check_even(params.width, params.height)
+        encode.check_mp4(params.width, params.height)
     return chosen
 
 

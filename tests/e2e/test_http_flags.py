@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
 import resource
 import signal
 import socket
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -175,11 +177,13 @@ def told(server: Server, video: str) -> dict[str, Any]:
 
 
 def giving_up(server: Server, root: Path) -> None:
-    """The rank dies once too often: who waits is told, and the server ends with the reason."""
+    """The rank dies once too often: who waits is told, clips are left to the next server, and this one ends with the
+    reason."""
+    clip = server.post({**LONG, "num_frames": 5, "priority": "batch"}, "/v1/videos").json()["id"]
     waiting: list[httpx2.Response] = []
     poster = threading.Thread(target=lambda: waiting.append(server.post(LONG)))
     poster.start()
-    wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 1, 20, "it runs")
+    wait_until(lambda: len(server.http.get("/v1/status").json()["requests"]) == 2, 20, "they run")
     (rank,) = rank_processes(root)
     os.kill(rank.pid, signal.SIGKILL)
     poster.join(30)
@@ -187,6 +191,9 @@ def giving_up(server: Server, root: Path) -> None:
     assert waiting[0].json()["error"]["code"] == "worker_died"
     assert server.process.wait(30) == 1
     server.stop()
+    with contextlib.closing(sqlite3.connect(root / "data" / "jobs.sqlite")) as database:
+        ((status,),) = database.execute("SELECT status FROM videos WHERE id = ?", (clip,))
+    assert status in ("queued", "in_progress")
     assert "given up after 1 failure(s) in a row" in server.lines[-1]
     assert not any("Traceback" in line for line in server.lines if not line.startswith("{"))
 

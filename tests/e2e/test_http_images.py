@@ -331,6 +331,25 @@ def test_a_client_that_leaves_stops_the_work(http_server: Server, streamed: bool
     assert http_server.http.get("/v1/status").json()["requests"] == []
 
 
+def test_a_client_that_leaves_while_it_sends_is_no_fault_of_the_server(http_server: Server) -> None:
+    def counted(code: str) -> float:
+        name = "diffgen_http_requests_total"
+        return http_server.metric(name, route="/v1/images/generations", method="POST", code=code)
+
+    left, failed, lines = counted("499"), counted("500"), len(http_server.lines)
+    for kind in ("application/json", "multipart/form-data; boundary=b"):
+        path = "generations" if kind == "application/json" else "edits"
+        with socket.create_connection(("127.0.0.1", int(http_server.url.rpartition(":")[2]))) as raw:
+            raw.sendall(
+                f"POST /v1/images/{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {http_server.key}\r\n"
+                f"Content-Type: {kind}\r\nContent-Length: 1000\r\n\r\n--b\r\n".encode()
+            )
+            time.sleep(0.2)
+    wait_until(lambda: counted("499") == left + 1, 10, "it is told apart")
+    assert counted("500") == failed
+    assert not [line for line in http_server.lines[lines:] if "Traceback" in line or "internal_error" in line]
+
+
 def test_retries_do_not_run_the_work_three_times(http_server: Server) -> None:
     done = http_server.metric("diffgen_requests_finished_total", outcome="done")
     before, seen = cancelled(http_server), []

@@ -34,7 +34,7 @@ from diffgen.errors import (
 )
 from diffgen.handle import GenerationHandle
 from diffgen.http.app import create_app
-from diffgen.http.args import HttpArgs, is_loopback, names, read_api_keys
+from diffgen.http.args import HttpArgs, check_http, is_loopback, names, read_api_keys
 from diffgen.http.bodies import _form_values, parse_json
 from diffgen.http.errors import HttpError, from_diffgen
 from diffgen.http.guard import Access
@@ -85,11 +85,13 @@ def test_no_path_of_the_server_is_told() -> None:
     assert from_diffgen(InvalidRequest("/a/b")).message == "/a/b", "it is the client's own"
 
 
-def asked(service: Service, method: str, address: str) -> tuple[dict[str, str], list[bytes]]:
+def asked(service: Service, method: str, address: str, **more: str) -> tuple[dict[str, str], list[bytes]]:
     """Headers and pieces of the body of an answer, as the application gives them to what serves it."""
     path, _, query = address.partition("?")
     scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
-    scope |= {"headers": [(b"host", b"localhost")], "asgi": {"spec_version": "2.4"}}
+    headers = {"host": "localhost", **more}
+    scope |= {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    scope |= {"asgi": {"spec_version": "2.4"}}
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -99,8 +101,8 @@ def asked(service: Service, method: str, address: str) -> tuple[dict[str, str], 
         sent.append(message)
 
     asyncio.run(create_app(service, ())(scope, receive, send))  # type: ignore[arg-type]
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return headers, [message["body"] for message in sent[1:]]
+    told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return told, [message["body"] for message in sent[1:]]
 
 
 def test_a_head_reads_no_file(tmp_path: Path) -> None:
@@ -116,21 +118,32 @@ def test_a_head_reads_no_file(tmp_path: Path) -> None:
         assert nothing == [b""]
         assert "etag" in head
         assert {**head, "x-request-id": ""} == {**told, "x-request-id": ""}
+        for wrong in ("bytes=200000-", "bytes=x"):
+            told, body = asked(service, "GET", address, range=wrong)
+            error = json.loads(b"".join(body))["error"]
+            assert (error["code"], told["x-should-retry"]) == ("invalid_range", "false")
+            assert "200000 bytes" in error["message"]
+        assert asked(service, "GET", address, range="bytes=0-9")[1][0] in (b"x" * 10, b"y" * 10)
+    assert "unknown_route" not in str(asked(service, "GET", "/v1/images/img_1/content?variant=1"))
+    (tmp_path / f"{done.id}.mp4").unlink()
+    assert b"video_expired" in b"".join(asked(service, "GET", f"/v1/videos/{done.id}/content")[1])
     service.close()
 
 
 def test_ignored_parameters_of_an_address_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the answer where it has a place for warnings, and in the log."""
+    """In a header, with the answer where it has a place for warnings, and in the log."""
     service = Service(HttpArgs(unknown_params="ignore", served_model_name="m"), Limits(), Store(tmp_path))
     service.store.add(job(1, warnings=("its own",), status="failed", error=("code", "text")))
     caplog.set_level(logging.INFO, "diffgen.http")
     warning = "'limt' has no effect: it is not known"
     for address in ("/v1/videos/video_1?limt=2", "/v1/videos?limt=2&limit=1", "/v1/videos/video_1/content?limt=2"):
-        _, body = asked(service, "GET", address)
+        headers, body = asked(service, "GET", address)
+        assert headers["x-warnings"] == warning
         assert vars(caplog.records[-1])["warnings"] == [warning]
         if address.startswith("/v1/videos/video_1?"):
             assert json.loads(b"".join(body))["warnings"] == ["its own", warning]
-    asked(service, "GET", "/v1/videos?limit=1")
+    headers, _ = asked(service, "GET", "/v1/videos?limit=1")
+    assert "x-warnings" not in headers
     assert "warnings" not in vars(caplog.records[-1])
     service.close()
 
@@ -180,13 +193,21 @@ def test_split() -> None:
         ignore_unknown=False,
     )
     assert (params.num_outputs_per_prompt, quality_of(options)) == (2, 35)
-    assert [warning.split()[0] for warning in warnings] == ["style", "generator_device"]
+    assert [warning.split()[0] for warning in warnings] == ["style", "generator_device", "output_quality"]
     with pytest.raises(InvalidRequest, match="did you mean 'seed'"):
         split({"prompt": "a", "sede": 1}, ImageOptions, ignore_unknown=False)
     assert split({"prompt": "a", "sede": 1}, ImageOptions, ignore_unknown=True)[2] == [
         "'sede' has no effect: it is not known"
     ]
+    many = split({"prompt": "a", **dict.fromkeys(map(str, range(500)))}, ImageOptions, ignore_unknown=True)[2]
+    assert (len(many), many[-1]) == (21, "480 further parameters have no effect: they are not known")
     assert check_image(params, options).num_frames == 1
+    webp = ImageOptions(output_format="webp")
+    for size in ({"size": "16384x64"}, {"height": 16384}):
+        with pytest.raises(InvalidRequest, match="webp holds at most 16383 pixels a side"):
+            check_image(SamplingParams(prompt="a", **size), webp)
+        check_image(SamplingParams(prompt="a", **size), options)
+    check_image(SamplingParams(prompt="a", size="auto"), webp)
 
 
 def test_a_clip_has_a_length(model: ModelSpec) -> None:
@@ -210,7 +231,7 @@ def test_the_schema_has_the_fields_rules() -> None:
 
 
 def test_access() -> None:
-    access = Access([b"k1", b"k2"], ["localhost"], ["https://ours.example"])
+    access = Access([b"k1", "clà".encode()], ["localhost"], ["https://ours.example"])
 
     def code(path: str, **headers: str) -> str | None:
         try:
@@ -220,7 +241,8 @@ def test_access() -> None:
         return None
 
     assert code("/v1/models") == "invalid_api_key"
-    assert code("/v1/models", authorization="Bearer k2") is None
+    assert code("/v1/models", authorization="Bearer k1") is None
+    assert code("/v1/models", authorization="Bearer clà".encode().decode("latin-1")) is None
     assert code("/v1/models", authorization="Bearer k") == "invalid_api_key"
     assert code("/health") is None
     assert code("/health", host="evil.example") == "host_not_allowed"
@@ -245,6 +267,22 @@ def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         False
     ] * 2
     assert names(" a, b,,") == ("a", "b")
+
+
+@pytest.mark.parametrize("origin", ["*", "https://a.example/", "https://a.example/x", "a.example", "https://A.example"])
+def test_an_origin_that_no_page_has_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidRequest, match="as browsers send it") as caught:
+        check_http(HttpArgs(allowed_origins=f"http://localhost:3000,{origin}"))
+    assert caught.value.param == "allowed_origins"
+
+
+def test_where_clients_are_sent_to_is_a_url() -> None:
+    check_http(
+        HttpArgs(allowed_origins="https://a.example, http://[::1]:80,null", public_base_url="https://b.example/c/")
+    )
+    for wrong in ("b.example", "https://", "https://b.example?x", "ftp://b.example"):
+        with pytest.raises(InvalidRequest, match="it must be a URL"):
+            check_http(HttpArgs(public_base_url=wrong))
 
 
 def job(number: int, **changes: object) -> Job:

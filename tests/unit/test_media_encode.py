@@ -13,7 +13,7 @@ from av.video.reformatter import ColorRange, Colorspace
 from PIL import Image
 
 from diffgen.errors import InvalidRequest
-from diffgen.media.encode import check_even, save_jpeg, save_mp4, save_png, save_webp
+from diffgen.media.encode import check_mp4, save_jpeg, save_mp4, save_png, save_webp
 
 
 def _clip(frames: int, height: int = 48, width: int = 64) -> np.ndarray:
@@ -122,7 +122,15 @@ def test_odd_sizes_are_refused_before_a_file_is_made(tmp_path: Path, width: int,
     with pytest.raises(InvalidRequest, match=f"{width}x{height} is odd.*use even"):
         save_mp4(np.zeros((2, height, width, 3), np.uint8), tmp_path / "a.mp4", 8)
     assert not list(tmp_path.iterdir())
-    check_even(64, 62)
+    check_mp4(64, 62)
+
+
+def test_an_mp4_may_be_as_large_as_is_told(tmp_path: Path) -> None:
+    for width, height in ((16382, 2), (2, 16382)):
+        save_mp4(np.zeros((2, height, width, 3), np.uint8), tmp_path / "a.mp4", 8)
+    for width, height in ((16384, 2), (2, 16384)):
+        with pytest.raises(InvalidRequest, match="at most 16383 pixels a side"):
+            check_mp4(width, height)
 
 
 def test_frames_need_not_be_contiguous(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ SPEC = ModelSpec(
         ({"output_format": "gif"}, {"fps": 60.0}, "at most 50 frames a second"),
         ({"output_format": "webp"}, {"num_frames": 1, "width": 16384}, "at most 16383 pixels a side"),
         ({}, {"width": 63}, "63x64 is odd"),
+        ({}, {"width": 16384}, "MP4 holds at most 16383 pixels a side"),
     ],
 )
 def test_formats_that_do_not_fit_are_refused_before_the_work(

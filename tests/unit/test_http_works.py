@@ -1,0 +1,134 @@
+"""Work that HTTP requests wait for, and the files that they may fetch: without a model or a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from diffgen.errors import OutputError, RequestCancelled
+from diffgen.handle import GenerationHandle
+from diffgen.http.metrics import Metrics
+from diffgen.http.store import Job, Store
+from diffgen.http.work import Work, Works
+from diffgen.params import SamplingParams
+from diffgen.result import GenerationResult
+from diffgen.wire.messages import Failed
+
+
+class Submissions:
+    """Handles that nothing works on. ``cancelled`` holds the ids of those that were asked to end."""
+
+    def __init__(self) -> None:
+        self.handles: list[GenerationHandle] = []
+        self.cancelled: list[str] = []
+
+    def __call__(self) -> GenerationHandle:
+        self.handles.append(GenerationHandle(SamplingParams(prompt="a"), self.cancelled.append))
+        return self.handles[-1]
+
+
+def keyed() -> Request:
+    headers = [(b"host", b"localhost"), (b"idempotency-key", b"k")]
+    return Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers})
+
+
+def with_works(check: Callable[[Works, Submissions], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(check(Works(grace_s=0.2), Submissions()))
+
+
+def test_each_leaving_of_keyed_work_has_its_whole_grace() -> None:
+    async def check(works: Works, submit: Submissions) -> None:
+        def begin() -> Work:
+            return works.begin(keyed(), {}, submit)
+
+        works.leave(begin())
+        await asyncio.sleep(0.1)
+        works.leave(begin())
+        await asyncio.sleep(0.15)
+        assert submit.cancelled == [], "the time of the first has passed, that of the second has not"
+        waiting = begin()
+        await asyncio.sleep(0.25)
+        assert submit.cancelled == [], "somebody waits"
+        works.leave(waiting)
+        await asyncio.sleep(0.25)
+        assert submit.cancelled == [submit.handles[0].id]
+        assert len(submit.handles) == 1
+
+    with_works(check)
+
+
+def test_work_that_is_being_cancelled_is_not_joined() -> None:
+    """A cancel takes up to one unit of work, in which the client may come back."""
+
+    async def check(works: Works, submit: Submissions) -> None:
+        works.leave(works.begin(keyed(), {}, submit))
+        await asyncio.sleep(0.25)
+        assert submit.cancelled == [submit.handles[0].id]
+        assert not submit.handles[0].done()
+        assert works.begin(keyed(), {}, submit).handle is submit.handles[1]
+
+    with_works(check)
+
+
+def test_each_generation_is_counted_once() -> None:
+    metrics, submit = Metrics(), Submissions()
+    for output in ("image", "image", "video"):
+        metrics.follow(submit(), "m", output)
+    image, given_up, clip = submit.handles
+    params = SamplingParams(prompt="a", num_frames=5, num_inference_steps=3)
+    image.publish(GenerationResult(id=image.id, params=SamplingParams(prompt="a"), seeds=(1, 2), model="m"))
+    error = RequestCancelled("x")
+    given_up.publish(Failed(given_up.id, error.info()), error)
+    clip.publish(GenerationResult(id=clip.id, params=params, seeds=(1,), model="m"))
+    told = metrics.text(None).decode()
+    for line in (
+        'diffgen_requests_total{model="m",status="ok",task="image"} 1.0',
+        'diffgen_requests_total{model="m",status="request_cancelled",task="image"} 1.0',
+        'diffgen_requests_total{model="m",status="ok",task="video"} 1.0',
+        'diffgen_images_generated_total{model="m"} 2.0',
+        'diffgen_video_frames_generated_total{model="m"} 5.0',
+        'diffgen_denoise_steps_total{model="m"} 3.0',
+    ):
+        assert line in told
+
+
+def test_of_an_answer_whose_files_do_not_fit_none_is_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files = [b"x" * 10, b"x" * 200_000]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OutputError):
+            store.add_image("img_1", files, "image/png", time.time() + 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.glob("*img_1*")) == []
+    store.add_image("img_2", files, "image/png", time.time() - 1)
+    store.add_image("img_22", files, "image/png", time.time() + 9)
+    store.sweep()
+    assert sorted(path.name for path in tmp_path.glob("*img_*")) == ["img_22_0.png", "img_22_1.png"]
+    store.close()
+
+
+def test_jobs_may_be_deleted_while_they_are_paged_through(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for number in range(5):
+        store.add(Job(id=f"video_{number}", model="m", params=SamplingParams(prompt="a"), created_at=1.0))
+    seen: list[str] = []
+    after: str | None = None
+    while found := store.page(after, 2, newest_first=True):
+        for job in found:
+            seen.append(job.id)
+            store.delete(job.id)
+        after = found[-1].id
+    assert seen == [f"video_{number}" for number in (4, 3, 2, 1, 0)]
+    assert found == []
+    assert store.page("video_5", 2, newest_first=True) is None
+    store.close()
