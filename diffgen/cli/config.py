@@ -46,7 +46,7 @@ def _parse(path: Path) -> Any:
         raise _wrong(f"cannot read it: {reason}; give {_RULE}") from None
     if kind == ".json":
         try:
-            return json.loads(text, object_pairs_hook=_unique)
+            return json.loads(text, object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             if isinstance(error, InvalidRequest):
                 raise
@@ -54,7 +54,8 @@ def _parse(path: Path) -> Any:
     return _parse_yaml(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises :class:`InvalidRequest` for a key that stands there twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -19,7 +19,15 @@ from diffgen.cli import dry_run
 from diffgen.cli.connect import open_generator
 from diffgen.cli.progress import ProgressBar
 from diffgen.cli.settings import Settings, read_settings
-from diffgen.errors import ConnectionFailed, DiffgenError, InvalidRequest, ProtocolError, QueueFull, ServerClosed
+from diffgen.errors import (
+    ConnectionFailed,
+    DiffgenError,
+    InvalidRequest,
+    OutputError,
+    ProtocolError,
+    QueueFull,
+    ServerClosed,
+)
 from diffgen.handle import Event, GenerationHandle, is_final
 from diffgen.media.save import check_save, save_result
 from diffgen.params import parse_params
@@ -28,7 +36,7 @@ from diffgen.wire.messages import Progress
 
 _WINDOW = 32  # prompts of a file that a server holds at a time
 _RETRY_S = 0.5
-_HOPELESS = (ServerClosed, ConnectionFailed, ProtocolError)  # no other prompt can fare better
+_HOPELESS = (ServerClosed, ConnectionFailed, ProtocolError, OutputError)  # no other prompt can fare better
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -99,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller's, who may ignore it
         signal.signal(signal.SIGINT, _on_sigint)
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where it may fail with a word
+        return code
     except InvalidRequest as error:
         _complain(error)
         return 2
@@ -108,8 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of our output has left; writing the rest at exit would only fail again.
+    except OSError as error:
+        # Mostly of our output: its reader has left, which is no news, or its disk is full.
+        if not isinstance(error, BrokenPipeError):
+            _complain(error)
+        # Writing the rest at exit would only fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

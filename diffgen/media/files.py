@@ -19,7 +19,7 @@ MAX_SLUG = 80  # bytes: file systems count bytes, and the seed, index and extens
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10))}
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-_ELSEWHERE = "choose another folder by output_path"
+ELSEWHERE = "choose another folder by output_path"
 
 
 def slug(prompt: str) -> str:
@@ -56,10 +56,15 @@ def check_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OutputError(f"cannot make the output folder {str(folder)!r}: {reason}; {_ELSEWHERE}") from None
+        raise OutputError(f"cannot make the output folder {str(folder)!r}: {reason}; {ELSEWHERE}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write to the output folder {str(folder)!r}: no permission; {_ELSEWHERE}")
+        raise OutputError(f"cannot write to the output folder {str(folder)!r}: no permission; {ELSEWHERE}")
     return folder
+
+
+def reason_of(error: OSError) -> str:
+    """Why a file could not be written, in words."""
+    return _FULL.get(error.errno or 0) or error.strerror or str(error)
 
 
 def write(folder: Path, stem: str, extension: str, save: Callable[[Path], None], overwrite: bool = False) -> Path:
@@ -79,8 +84,8 @@ def write(folder: Path, stem: str, extension: str, save: Callable[[Path], None],
             return target
         return _name_without_clobbering(temporary, folder, stem, extension)
     except OSError as error:
-        reason = _FULL.get(error.errno or 0) or error.strerror or str(error)
-        raise OutputError(f"cannot write {stem}.{extension} to {str(folder)!r}: {reason}; {_ELSEWHERE}") from None
+        where = f"{stem}.{extension} to {str(folder)!r}"
+        raise OutputError(f"cannot write {where}: {reason_of(error)}; {ELSEWHERE}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -107,6 +107,9 @@ def test_failures_are_noted_and_retried_on_demand(tiny_wan: Path) -> None:
         ('{"prompt": "a", "sede": 1}', "line 2.*did you mean 'seed'"),
         ('{"seed": 1}', "line 2.*prompt is missing"),
         ('{"prompt": "a", "output_type": "np"}', "line 2.*output_type"),
+        ('{"prompt": "a", "seed": 1, "seed": 2}', "line 2.*'seed' stands there twice"),
+        ('{"prompt": "a", "seed": %s}' % ("9" * 5000), "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
     ],
 )
 def test_bad_lines_are_told_before_anything_is_loaded(line: str, text: str) -> None:
@@ -116,6 +119,40 @@ def test_bad_lines_are_told_before_anything_is_loaded(line: str, text: str) -> N
         assert done.returncode == 2
         assert re.search(text, done.stderr)
         assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_was_refused_may_be_mended(tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    command = [*bulk(tmp_path), "--connect", "nowhere"]
+    for content in (b'{"prompt": "a", "sede": 1}', b"", b" \n", b'{"prompt": "\xff"}'):
+        requests.write_bytes(content)
+        refused = run(command, tmp_path)
+        assert (refused.returncode, "Traceback" in refused.stderr) == (2, False), refused.stderr
+    requests.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "priority": null}\r\n')  # as Windows writes it
+    mended = run(command, tmp_path)
+    assert mended.returncode == 1
+    assert "cannot connect" in mended.stderr
+    piped = subprocess.run([*command[:4], "-", *command[5:]], input=b"\xff", capture_output=True, check=False)
+    assert (piped.returncode, b"Traceback" in piped.stderr) == (2, False), piped.stderr
+    assert b"UTF-8" in piped.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_request_that_kills_the_ranks_does_not_hold_up_the_others(
+    tiny_wan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFGEN_FAULT", "exit@denoise:1:0:*:deadly")
+    with run_root() as root:
+        write_requests(root, [{"prompt": prompt, "seed": 1, **SMALL} for prompt in ("deadly", "a", "b")])
+        done = run(bulk(root, "--model-path", str(tiny_wan), "--device", "cpu"), root)
+        assert done.returncode == 1
+        assert "1 of 3 requests have failed" in done.stderr
+        assert [(e["line"], e["status"], e.get("code")) for e in sorted(entries(root), key=lambda e: e["line"])] == [
+            (1, "failed", "worker_died"),
+            (2, "done", None),
+            (3, "done", None),
+        ]
 
 
 @pytest.mark.slow

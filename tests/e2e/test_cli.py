@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import pty
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import termios
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -23,8 +26,9 @@ from processes import DIFFGEN, leftovers, rank_processes, run_root, wait_until
 FAST = ["--width", "64", "--height", "64", "--num-inference-steps", "2", "--device", "cpu"]
 
 
-def diffgen(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DIFFGEN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=170, check=False)
+def diffgen(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [*DIFFGEN, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=170, check=False, **options)
 
 
 def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -69,6 +73,14 @@ def test_mistakes_are_told_within_a_second_or_so(tmp_path: Path, arguments: list
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 5
+
+
+def test_a_full_disk_behind_stdout_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*DIFFGEN, "completion", "bash"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "diffgen: error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.slow
@@ -141,6 +153,20 @@ def test_signals_cancel_and_leave_nothing(tiny_wan: Path, number: signal.Signals
         assert b"Traceback" not in shown
         wait_until(lambda: not leftovers(root), 5, "ranks, sockets and folder are gone")
         assert list((root / "out").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_file_of_prompts(tiny_wan: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("a\n" * 40)
+
+    def let_no_file_grow() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    command = ["generate", "--model-path", str(tiny_wan), "--prompt-path", "prompts", "--num-frames", "1", *FAST]
+    done = diffgen(*command, cwd=tmp_path, preexec_fn=let_no_file_grow)
+    assert done.returncode == 1
+    assert len(re.findall("cannot write", done.stderr)) == 1
+    assert list((tmp_path / "outputs").iterdir()) == []
 
 
 @pytest.mark.slow
