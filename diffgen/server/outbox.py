@@ -31,6 +31,8 @@ _MESSAGE_BYTES = 2048  # about what one takes without its tensor
 _PART = ".part"
 _LENGTH = struct.Struct(">I")
 
+_Key = tuple[bytes, str]  # a client, and a request's id, which is its own choice
+
 
 class _Head(msgspec.Struct, frozen=True):
     """What stands in a file before the bytes of the tensor. ``until`` is of the system's monotonic clock."""
@@ -48,6 +50,10 @@ class _Kept:
     until: float
 
     @property
+    def key(self) -> _Key:
+        return self.client, self.message.id
+
+    @property
     def size(self) -> int:
         return _MESSAGE_BYTES + (0 if self.tensor is None else self.tensor.nbytes)
 
@@ -55,7 +61,7 @@ class _Kept:
 class Outbox:
     """An answer is lost when its connection breaks while it is on its way. So the last one of each request is kept
     until its client says that it has it, for at most ``KEEP_S`` seconds and, all together, ``KEEP_BYTES``, the oldest
-    going first; asked for again in that time, it is sent again.
+    going first; asked for again in that time, it is sent again. One that is larger by itself is not kept.
 
     With a ``folder`` it also outlives this process: what is not confirmed soon is written there, and found by the next
     one. A thread of its own does that, since a disk may be slow and the caller's ticks must not wait for it.
@@ -63,10 +69,10 @@ class Outbox:
 
     def __init__(self, router: Router, folder: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._router, self._folder, self._clock = router, folder, clock
-        self._kept: dict[str, _Kept] = {}  # oldest first
+        self._kept: dict[_Key, _Kept] = {}  # oldest first
         self._bytes = 0
-        self._unwritten: dict[str, float] = {}  # when each is to be written, oldest first
-        self._changed: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids whose file is to be written or removed
+        self._unwritten: dict[_Key, float] = {}  # when each is to be written, oldest first
+        self._changed: queue.SimpleQueue[_Key] = queue.SimpleQueue()  # whose file is to be written or removed
         if folder is not None:
             folder.mkdir(exist_ok=True)
             for kept in sorted(_read(folder), key=lambda kept: kept.until):
@@ -81,28 +87,26 @@ class Outbox:
         """Whether the message was about a kept answer, and is done with."""
         match message:
             case Received():
-                if self._is(message.id, client):
-                    self._drop(message.id)
+                self._drop((client, message.id))
                 return True
-            case Submit() if self._is(message.id, client):
-                kept = self._kept[message.id]
+            case Submit() if (kept := self._kept.get((client, message.id))) is not None:
                 self._router.send(client, kept.message, kept.tensor)
                 return True
-            case Cancel() if self._is(message.id, client) and isinstance(self._kept[message.id].message, Result):
+            case Cancel() if (kept := self._kept.get((client, message.id))) and isinstance(kept.message, Result):
                 # What is on its way cannot be called back, but need not be kept: its client does not want it.
                 stopped = RequestCancelled(f"request {message.id} was stopped: cancelled by its client")
                 self._add(client, Failed(message.id, stopped.info()))
                 return True
             case Bye():
-                for request_id in [each for each in self._kept if self._is(each, client)]:
-                    self._drop(request_id)
+                for key in [each for each in self._kept if each[0] == client]:
+                    self._drop(key)
         return False
 
     def tend(self) -> float | None:
         """Drop what is too old, write what is not confirmed; the seconds until there is more to do, or None."""
         now = self._clock()
         while self._kept and (oldest := next(iter(self._kept.values()))).until <= now:
-            self._drop(oldest.message.id)
+            self._drop(oldest.key)
         while self._unwritten and (first := next(iter(self._unwritten.items())))[1] <= now:
             del self._unwritten[first[0]]
             self._changed.put(first[0])
@@ -111,37 +115,36 @@ class Outbox:
         return min(due) - now if due else None
 
     def _add(self, client: bytes, message: Result | Failed, tensor: Any = None) -> None:
-        self._drop(message.id)
         now = self._clock()
-        self._keep(_Kept(client, message, tensor, now + KEEP_S))
+        kept = _Kept(client, message, tensor, now + KEEP_S)
+        self._drop(kept.key)
+        if kept.size > KEEP_BYTES:
+            return  # the others would all go for it
+        self._keep(kept)
         if self._folder is not None:
-            self._unwritten[message.id] = now + WRITE_S
+            self._unwritten[kept.key] = now + WRITE_S
 
     def _keep(self, kept: _Kept) -> None:
-        self._kept[kept.message.id] = kept
+        self._kept[kept.key] = kept
         self._bytes += kept.size
         while self._bytes > KEEP_BYTES:
             self._drop(next(iter(self._kept)))
 
-    def _is(self, request_id: str, client: bytes) -> bool:
-        return request_id in self._kept and self._kept[request_id].client == client
-
-    def _drop(self, request_id: str) -> None:
-        kept = self._kept.pop(request_id, None)
+    def _drop(self, key: _Key) -> None:
+        kept = self._kept.pop(key, None)
         if kept is None:
             return
         self._bytes -= kept.size
-        self._unwritten.pop(request_id, None)
+        self._unwritten.pop(key, None)
         if self._folder is not None:
-            self._changed.put(request_id)
+            self._changed.put(key)
 
     def _store(self, folder: Path) -> None:
         """The thread: makes each file agree with what is kept now, so that one dropped while it is written goes too."""
         while True:
-            request_id = self._changed.get()
-            kept = self._kept.get(request_id)
-            # The id is its client's own choice.
-            path = folder / hashlib.sha256(request_id.encode()).hexdigest()
+            client, request_id = key = self._changed.get()
+            kept = self._kept.get(key)
+            path = folder / hashlib.sha256(f"{client.hex()} {request_id}".encode()).hexdigest()
             try:
                 if kept is None:
                     path.unlink(missing_ok=True)

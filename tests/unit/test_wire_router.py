@@ -292,8 +292,13 @@ def test_an_answer_is_kept_until_its_client_has_it(served: Served) -> None:
         else:
             outbox.take(b"gone", leaves)
         assert not outbox.take(b"gone", submit)
+    for client in (b"one", b"two"):
+        outbox.send(client, Failed("same", GenerationError("by design").info()))
+    assert outbox.take(b"one", Submit("same", submit.params)), "that of another client does not take its place"
+    assert outbox.take(b"two", Submit("same", submit.params))
     for name in "abc":
         outbox.send(b"gone", _result(name), np.zeros(KEEP_BYTES // 2 - 10_000, np.uint8))
+    outbox.send(b"gone", _result("large"), np.zeros(KEEP_BYTES, np.uint8))
     held = [name for name in "abc" if outbox.take(b"gone", Submit(name, submit.params))]
     assert held == ["b", "c"], "as many bytes as may be, the newest"
 
