@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import queue
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -28,7 +30,7 @@ from diffgen.server.controller import DataParallelController
 from diffgen.server.replica import RankStatus
 from diffgen.server.supervisor import Supervisor
 from diffgen.wire.client import Connection
-from diffgen.wire.messages import Abort, Aborted, GetStatus, Progress, Status
+from diffgen.wire.messages import Abort, Aborted, GetStatus, Progress, Status, can_be_id
 
 if TYPE_CHECKING:
     from diffgen.wire.http import HttpConnection
@@ -44,7 +46,8 @@ class DiffGenerator:
     """A model that generates images and clips.
 
     :meth:`from_pretrained` starts the processes that run it, :meth:`connect` uses those of another. Thread-safe. Use
-    it as a context manager or call :meth:`close`; a generator left open is closed at exit.
+    it as a context manager or call :meth:`close`; one left open is closed at exit, or when nobody has it or a handle
+    of its requests any more.
 
     Attributes:
         model: what is served.
@@ -60,12 +63,15 @@ class DiffGenerator:
         self.model = model
         self._connection = connection
         self.supervisor = supervisor
+        self._process = os.getpid()
         _open.add(self)
+        self._forgotten = weakref.finalize(self, _close_forgotten, self._process, connection, supervisor)
+        self._forgotten.atexit = False
 
     @classmethod
     def from_pretrained(
         cls,
-        model_path: str | None = None,
+        model_path: str | os.PathLike[str] | None = None,
         *,
         num_gpus: int = 1,
         device: str | None = None,
@@ -88,7 +94,8 @@ class DiffGenerator:
             ModelError: the model is not found, incomplete or of an unknown family.
             StartFailed: a rank could not start.
         """
-        options |= {"model_path": model_path, "num_gpus": num_gpus, "device": device, "dtype": _dtype_name(dtype)}
+        path = os.fspath(model_path) if isinstance(model_path, os.PathLike) else model_path
+        options |= {"model_path": path, "num_gpus": num_gpus, "device": device, "dtype": _dtype_name(dtype)}
         args = _server_args(options, limits)
         folder = local_folder(args.model)
         if folder is not None:
@@ -152,8 +159,14 @@ class DiffGenerator:
         if isinstance(prompt, SamplingParams):
             if sampling:
                 raise InvalidRequest(f"{', '.join(sampling)} beside SamplingParams: put them into these")
-            return self._connection.submit(prompt)
-        return self._connection.submit(_params(prompt, sampling))
+            # Its constructor checks nothing, and what cannot be sent would end the connection.
+            return self._send(parse_params(msgspec.structs.asdict(prompt)))
+        return self._send(_params(prompt, sampling))
+
+    def _send(self, params: SamplingParams) -> GenerationHandle:
+        handle = self._connection.submit(params)
+        handle.owner = self
+        return handle
 
     def status(self, timeout: float = 10.0) -> Status:
         """Every client's requests in work, and what the server has done so far."""
@@ -163,6 +176,8 @@ class DiffGenerator:
 
     def abort(self, request_id: str, timeout: float = 10.0) -> bool:
         """End a request of any client; its owner gets ``RequestCancelled``. False where none of that id is in work."""
+        if not can_be_id(request_id):
+            return False
         answer = self._connection.ask(Abort(request_id), timeout)
         assert isinstance(answer, Aborted)
         return answer.found
@@ -204,10 +219,12 @@ class DiffGenerator:
             DiffgenError: see ``raise_errors``.
             TimeoutError: ``timeout`` has passed.
         """
-        if timeout is not None and not timeout >= 0:
-            raise InvalidRequest(f"timeout is {timeout}; it must be seconds, 0 or more, or None", param="timeout")
-        prompts: Sequence[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt)
-        is_list = not (prompt is None or isinstance(prompt, str))
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise InvalidRequest(f"timeout is {timeout!r}; it must be seconds, 0 or more, or None", param="timeout")
+        is_list = False
+        prompts: list[Any] = [prompt]  # what is no text is refused as one
+        if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping):
+            prompts, is_list = list(prompt), True
         save = _save_options(
             output_path=None if output_path is None else str(output_path),
             output_file_name=output_file_name,
@@ -221,19 +238,19 @@ class DiffGenerator:
             for params in all_params:
                 check_save(save, params, self.model)
         handles: list[GenerationHandle] = []
+        results: list[GenerationResult] = []
         try:
             for event in self._events(all_params, handles, timeout):
                 if callback is not None and isinstance(event, Progress):
                     callback(event)
+                while len(results) < len(handles) and handles[len(results)].done():
+                    results.append(_settled(handles[len(results)], save, results))
         except BaseException:
             for handle in handles:
                 handle.cancel()
             raise
-        results: list[GenerationResult] = []
-        written: list[Path] = []
-        for handle in handles:
-            results.append(_settled(handle, save, written))
-            written += results[-1].paths
+        for handle in handles[len(results) :]:  # told of, and done in a moment
+            results.append(_settled(handle, save, results))
         if raise_errors or (raise_errors is None and not is_list):
             for result in results:
                 if result.error is not None:
@@ -250,9 +267,11 @@ class DiffGenerator:
         deadline = None if timeout is None else time.monotonic() + timeout
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         ended = 0
+        # Of a server of another process, the limit is not known.
+        window = _WINDOW if self.supervisor is None else min(_WINDOW, self.supervisor.args.limits.queue)
         while ended < len(all_params):
-            while len(handles) < min(len(all_params), ended + _WINDOW):
-                handles.append(self._connection.submit(all_params[len(handles)]))
+            while len(handles) < min(len(all_params), ended + window):
+                handles.append(self._send(all_params[len(handles)]))
                 handles[-1].subscribe(events.put)
             try:
                 event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -274,9 +293,8 @@ class DiffGenerator:
     def close(self) -> None:
         """Cancel what is pending, end the processes that :meth:`from_pretrained` started. Repeatable."""
         _open.discard(self)
-        self._connection.close()
-        if self.supervisor is not None:
-            self.supervisor.stop()
+        self._forgotten.detach()
+        _close(self._process, self._connection, self.supervisor)
 
     def __enter__(self) -> DiffGenerator:
         return self
@@ -297,6 +315,21 @@ def _close_all() -> None:
             generator.close()
 
 
+def _close(
+    process: int, connection: Connection | HttpConnection, supervisor: Supervisor | DataParallelController | None
+) -> None:
+    if os.getpid() != process:
+        return  # a fork's copy: all this is another process's
+    connection.close()
+    if supervisor is not None:
+        supervisor.stop()
+
+
+def _close_forgotten(*what: Any) -> None:
+    # It may be called anywhere, with any lock held, and takes as long as the unit in work. Python's exit waits for it.
+    threading.Thread(target=_close, args=what, name="diffgen-close").start()
+
+
 def _connection(address: str, token: str | None) -> Connection | HttpConnection:
     if address.startswith(("http://", "https://")):
         from diffgen.wire.http import HttpConnection
@@ -314,6 +347,8 @@ def _dtype_name(dtype: Any) -> str | None:
 
 
 def _server_args(options: dict[str, Any], limits: Limits | None) -> ServerArgs:
+    if not isinstance(limits, Limits | None):
+        raise InvalidRequest(f"limits is {limits!r:.100}; give diffgen.params.Limits(NAME=VALUE)", param="limits")
     groups: dict[str, type[msgspec.Struct]] = {"model": ModelArgs, "run": RunArgs, "listen": ListenArgs}
     owner = {name: group for group, struct in groups.items() for name in fields(struct)}
     values: dict[str, dict[str, Any]] = {group: {} for group in groups}
@@ -335,13 +370,16 @@ def _save_options(**values: Any) -> SaveOptions | None:
     return None
 
 
-def _settled(handle: GenerationHandle, save: SaveOptions | None, written: Sequence[Path]) -> GenerationResult:
+def _settled(
+    handle: GenerationHandle, save: SaveOptions | None, earlier: Sequence[GenerationResult]
+) -> GenerationResult:
+    """The result of what has ended, saved beside those of the same call."""
     paths: list[Path] = []
     try:
         result = handle.result()
         paths = result.paths
         if save is not None:
-            save_result(result, save, written)
+            save_result(result, save, (path for each in earlier for path in each.paths))
         return result
     except DiffgenError as error:
         # Of several outputs, those that were saved before one could not be are kept.

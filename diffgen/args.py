@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from diffgen.distributed.dims import check_degrees
 from diffgen.errors import InvalidRequest
-from diffgen.fields import check_ranges, fields, nearest_name, refuse
+from diffgen.fields import check_ranges, fields, nearest_name, refuse, shown
 from diffgen.params import Limits
 
 MAX_LIMIT = 10**15  # "no limit" in practice, and exact in every number format
@@ -148,13 +148,15 @@ def check_args(args: ServerArgs) -> None:
     check_degrees(args.run)
     for name in LIMITS:
         value = getattr(args.limits, name)
-        if not 1 <= value <= MAX_LIMIT:
-            refuse("limit", f"limit {name} is {value}; it must be from 1 to {MAX_LIMIT}")
+        if type(value) is not int or not 1 <= value <= MAX_LIMIT:
+            refuse("limit", f"limit {name} is {shown(value)}; it must be a whole number from 1 to {MAX_LIMIT}")
     address = args.listen.address
     if address is not None and not address.startswith(("tcp://", "ipc://")):
         refuse("address", f"address {address!r} must be tcp://HOST:PORT or ipc://PATH")
     if address is not None and address.startswith("tcp://") and not args.listen.token:
         refuse("token", f"{address} can be reached by others; give a token that clients must show")
+    if address is None and args.listen.token is not None:
+        refuse("token", "a token has no effect without an address; give one, or leave the token out")
     if args.listen.token is not None:
         check_token(args.listen.token)
 

@@ -51,12 +51,16 @@ class GenerationHandle:
     """Thread-safe view of one request, made by :meth:`diffgen.DiffGenerator.submit`.
 
     Awaiting it gives the result as well: ``result = await handle``.
+
+    Attributes:
+        owner: for who has made it: what must not end before the request has.
     """
 
     def __init__(self, params: SamplingParams, cancel: Callable[[str], None]) -> None:
         self.id = uuid.uuid4().hex
         self.params = params
         self.created = time.monotonic()
+        self.owner: object = None
         self._cancel = cancel
         self._events: list[Event] = []
         self._news = threading.Condition()
@@ -84,7 +88,10 @@ class GenerationHandle:
 
         Raises :class:`TimeoutError` (the request goes on) or the request's own :class:`DiffgenError`.
         """
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"request {self.id} has not ended within {timeout:g} s and goes on") from None
 
     def events(self) -> Iterator[Event]:
         """All events from the first, as they come; the last is the result or a ``Failed``. Any number may iterate."""
@@ -137,7 +144,7 @@ class GenerationHandle:
             if self._future.done():
                 return
             self._events.append(event)
-            for listener in self._listeners:
+            for listener in tuple(self._listeners):  # one may unsubscribe itself
                 _tell(listener, event)
             # The future is set last, so that who waits on it finds every event told.
             if isinstance(event, GenerationResult):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import math
 import threading
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from diffgen import handle as handles
 from diffgen.args import check_token
@@ -30,6 +26,7 @@ from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import TensorHeader
 from diffgen.result import GenerationResult
 from diffgen.wire import codec
+from diffgen.wire.dealer import HANDSHAKE_FAILED, Dealer
 from diffgen.wire.mailbox import Mailbox
 from diffgen.wire.messages import (
     Abort,
@@ -52,25 +49,27 @@ from diffgen.wire.messages import (
     Submit,
     Welcome,
 )
-from diffgen.wire.router import HEARTBEAT_MS, SILENCE_MS, USER
-from diffgen.wire.unanswered import Unanswered
+from diffgen.wire.router import HEARTBEAT_MS, SILENCE_MS
+from diffgen.wire.unanswered import Answer, Questions, Unanswered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
-
-
-Answer = concurrent.futures.Future[Status | Aborted]
+_OPTIONS = {
+    zmq.LINGER: 500,
+    # A host that is gone without a word ends the connection too.
+    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+    zmq.RECONNECT_IVL_MAX: 1000,
+}
 
 
 class Connection:
     """One client's socket and the requests that it waits for. Every method may be called from any thread.
 
     After a lost connection it says hello again and sends its unanswered requests again under the same ids, so that
-    they survive a network fault or a restarted server; when no server answers for ``patience`` seconds they fail with
-    :class:`ConnectionFailed`.
+    they survive a network fault or a restarted server; a request for which no server is there for ``patience`` seconds
+    fails with :class:`ConnectionFailed`, and a later one may fare better.
     """
 
     def __init__(self, address: str, token: str | None = None, patience: float = 30.0) -> None:
@@ -78,52 +77,25 @@ class Connection:
             check_token(token)
         self.address = address
         self.patience = patience
-        self._token = token
         self._unanswered = Unanswered()
-        # What answers of each kind are awaited. Those of one kind come in the order of their questions; of several
-        # replicas, a status waits for them all, and what is asked after it does not.
-        self._questions: dict[type, collections.deque[Answer]] = {
-            Status: collections.deque(),
-            Aborted: collections.deque(),
-        }
+        self._questions = Questions()
         self._sent: set[str] = set()  # since the last Welcome
         self._cancelled: set[str] = set()  # asked for and not yet answered
         self._outgoing: Mailbox[msgspec.Struct | tuple[GetStatus | Abort, Answer] | None] = Mailbox()
         self._spec: ModelSpec | None = None
         self._settled = threading.Event()  # welcomed, or ended
         self._welcomed = False
-        self._lost_at: float | None = time.monotonic()
+        self._lost_at: float | None = time.monotonic()  # since when no server has been heard; None while welcomed
+        self._pinged = False  # a server has been heard that has not welcomed this client
         self._decoder = codec.server_message_decoder()
-        self._context = zmq.Context()
-        self._socket = self._open()
+        try:
+            self._dealer = Dealer(address, _OPTIONS, token)
+        except zmq.ZMQError as error:
+            self._outgoing.close()
+            raise ConnectionFailed(f"cannot connect to {address!r}: {error}; {_ADDRESS_RULE}") from None
+        self._socket = self._dealer.socket
         self._thread = threading.Thread(target=self._run, name="diffgen-connection", daemon=True)
         self._thread.start()
-
-    def _open(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-        socket.setsockopt(zmq.LINGER, 500)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        # A host that is gone without a word ends the connection too.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._token is not None:
-            socket.plain_username = USER.encode()
-            socket.plain_password = self._token.encode()
-        # Before the connect, or the handshake may be over when the monitor comes.
-        self._monitor = socket.get_monitor_socket(_EVENTS)
-        try:
-            socket.connect(self.address)
-        except zmq.ZMQError as error:
-            socket.disable_monitor()
-            self._monitor.close(0)
-            socket.close(0)
-            self._context.term()
-            raise ConnectionFailed(f"cannot connect to {self.address!r}: {error}; {_ADDRESS_RULE}") from None
-        return socket
 
     def wait_ready(self, timeout: float) -> ModelSpec:
         """What the server serves, once it has welcomed this client.
@@ -131,7 +103,9 @@ class Connection:
         Raises :class:`ConnectionFailed` after ``timeout`` seconds, or what ended the connection.
         """
         if not self._settled.wait(timeout):
-            error = ConnectionFailed(f"no diffgen server answered at {self.address} within {timeout:g} s; is it up?")
+            where = f"at {self.address} within {timeout:g} s"
+            silent, busy = "is it up?", "it lives, and is in a long unit of work; give it more time"
+            error = ConnectionFailed(f"no diffgen server answered {where}; {busy if self._pinged else silent}")
             self.end(error)
             raise error
         self._unanswered.check()
@@ -151,12 +125,13 @@ class Connection:
     def ask(self, question: GetStatus | Abort, timeout: float) -> Status | Aborted:
         """The server's answer. Raises :class:`ConnectionFailed` after ``timeout`` s, or what ended the connection."""
         self._unanswered.check()
-        answer: Answer = concurrent.futures.Future()
+        answer = Answer()
         self._outgoing.put((question, answer))
         try:
             return answer.result(timeout)
         except TimeoutError:
-            raise ConnectionFailed(f"the server at {self.address} gave no answer within {timeout:g} s") from None
+            remedy = "one comes between units of work; give it more time"
+            raise ConnectionFailed(f"no answer from {self.address} within {timeout:g} s: {remedy}") from None
 
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
@@ -182,30 +157,38 @@ class Connection:
         poller = zmq.Poller()
         poller.register(self._outgoing.fileno(), zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._dealer.monitor, zmq.POLLIN)
         while True:
             ready = {source for source, _ in poller.poll(self._poll_ms())}
             if self._socket in ready:
                 self._on_frames(self._socket.recv_multipart(copy=False))
-            if self._monitor in ready:
-                self._on_network(recv_monitor_message(self._monitor)["event"])
+            if self._dealer.monitor in ready:
+                self._on_network(self._dealer.event())
             if self._outgoing.fileno() in ready and not self._send_waiting():
                 break
-            lost = self._lost_at
-            if lost is not None and self._unanswered.reason is None and time.monotonic() - lost > self.patience:
-                self.end(ConnectionFailed(f"no server has answered at {self.address} for {self.patience:g} s"))
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
+            self._give_up()
+        self._dealer.close()
         self._outgoing.close()
-        self._context.term()
+
+    def _until(self, handle: GenerationHandle) -> float:
+        """When it is given up, unless a server is heard before."""
+        return math.inf if self._lost_at is None else max(self._lost_at, handle.created) + self.patience
 
     def _poll_ms(self) -> int | None:
-        if self._lost_at is None or self._unanswered.reason is not None:
-            return None
-        if self.patience == math.inf:
-            return None
-        return max(0, int(1000 * (self._lost_at + self.patience - time.monotonic()))) + 10
+        until = math.inf if self._lost_at is None else min(map(self._until, self._unanswered.all()), default=math.inf)
+        return None if until == math.inf else max(0, int(1000 * (until - time.monotonic()))) + 10
+
+    def _give_up(self) -> None:
+        """Fail what has waited too long for a server."""
+        if self._lost_at is None or self.patience == math.inf:
+            return
+        now = time.monotonic()
+        for handle in self._unanswered.all():
+            if self._until(handle) < now:
+                if handle.id in self._sent:
+                    self._cancelled.add(handle.id)  # a server may still hold it, and hears later
+                error = ConnectionFailed(f"no server has answered at {self.address} for {self.patience:g} s")
+                self._unanswered.fail(handle.id, error)
 
     def _on_network(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -219,8 +202,8 @@ class Connection:
             if self._lost_at is None:
                 self._lost_at = time.monotonic()
                 self._tell_restarting()
-        elif event & _HANDSHAKE_FAILED:
-            remedy = "give the token that the server was started with"
+        elif event & HANDSHAKE_FAILED:
+            remedy = "give the token that the server was started with, or none where it has none"
             refusal = f"{self.address} refused this client; {remedy}"
             self.end(ConnectionFailed(refusal, code="unauthorized", retryable=False))
 
@@ -249,16 +232,14 @@ class Connection:
         return True
 
     def _send_question(self, question: GetStatus | Abort, answer: Answer) -> None:
-        self._questions[Status if isinstance(question, GetStatus) else Aborted].append(answer)
+        self._questions.add(question, answer)
         if self._welcomed:
             self._send(question)
         else:
             self._fail_questions(f"no server is connected at {self.address}")
 
     def _fail_questions(self, reason: str) -> None:
-        for answers in self._questions.values():
-            while answers:
-                answers.popleft().set_exception(ConnectionFailed(reason))
+        self._questions.fail(ConnectionFailed(reason))
 
     def _send_request(self, message: Submit) -> None:
         """Send it unless it has ended, has just been sent, or must wait for the next Welcome, which sends it."""
@@ -276,10 +257,13 @@ class Connection:
 
     def _on_frames(self, frames: list[zmq.Frame]) -> None:
         try:
-            message = codec.decode(frames, self._decoder, max_body=codec.MAX_BODY)
+            message = codec.decode(frames, self._decoder, max_body=codec.MAX_ANSWER)
             self._on_message(message, frames[2:])
-        except ProtocolError as error:
+        except codec.VersionMismatch as error:
             self.end(error)
+        except ProtocolError as error:
+            remedy = "is it a server of the same diffgen?"
+            self.end(ProtocolError(f"{self.address} said what cannot be read: {error.message}; {remedy}"))
 
     def _on_message(self, message: ServerMessage, tensors: list[zmq.Frame]) -> None:
         match message:
@@ -294,7 +278,8 @@ class Connection:
                     self._send_request(Submit(handle.id, handle.params, time.monotonic() - handle.created))
                 self._settled.set()
             case Ping():
-                pass
+                if self._lost_at is not None:  # it is only too busy for a welcome
+                    self._lost_at, self._pinged = time.monotonic(), True
             case Closing():
                 self.end(ServerClosed(f"the server at {self.address} was stopped"))
             case Failed(id=""):
@@ -309,9 +294,7 @@ class Connection:
                 if failed is not None:
                     failed.publish(message, error_from(message.error))
             case Status() | Aborted():
-                answers = self._questions[type(message)]
-                if answers:
-                    answers.popleft().set_result(message)
+                self._questions.tell(message)
             case Preview():
                 pixels = _only_array(message.tensor, tensors)
                 shown = self._unanswered.get(message.id)
@@ -340,4 +323,4 @@ def _only_array(header: TensorHeader, tensors: list[zmq.Frame]) -> NDArray[Any]:
     return codec.array(header, tensors[0])
 
 
-_ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH"
+_ADDRESS_RULE = "an address is tcp://HOST:PORT or ipc://PATH, or http://HOST:PORT of diffgen serve"

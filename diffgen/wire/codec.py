@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_BODY = 4 * 2**20
+MAX_BODY = 4 * 2**20  # of a client
+MAX_ANSWER = 2**28  # of a server, which tells in a status of every request in a queue of any length
 MAX_CLIENT_FRAMES = 2  # magic and body: no client message carries tensors
 
 _MAGIC = b"DGEN"

@@ -7,17 +7,20 @@ import json
 import struct
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
 import msgspec
 
+from diffgen.args import check_token
 from diffgen.errors import (
     ConnectionFailed,
     DiffgenError,
     InvalidRequest,
     ProtocolError,
+    RequestCancelled,
     ServerClosed,
     ServerError,
     error_from,
@@ -45,6 +48,8 @@ class HttpConnection:
     """
 
     def __init__(self, address: str, token: str | None = None, patience: float = 30.0) -> None:
+        if token is not None:
+            check_token(token)
         self.address = address.rstrip("/")
         self.patience = patience
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -68,7 +73,8 @@ class HttpConnection:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                spec = msgspec.convert(self._get("GET", "/v1/model"), ModelSpec)
+                left = max(0.1, deadline - time.monotonic())
+                spec = msgspec.convert(self._get("GET", "/v1/model", timeout=left), ModelSpec)
             except ConnectionFailed as error:
                 if not error.retryable or time.monotonic() > deadline:
                     raise
@@ -101,7 +107,8 @@ class HttpConnection:
         thread.start()
 
     def cancel(self, request_id: str) -> None:
-        """Ask the server to cancel; the handle ends when it says so."""
+        """Ask the server to cancel. The handle ends when it says so, or at once if it is not there: it does not go on
+        with what nobody waits for."""
         with self._lock:
             self._cancelled.add(request_id)
             remote = self._remote.get(request_id)
@@ -116,7 +123,8 @@ class HttpConnection:
         """The server's answer. Raises :class:`ConnectionFailed` after ``timeout`` s, or what ended the connection."""
         self._unanswered.check()
         if isinstance(question, Abort):
-            found = self._get("DELETE", f"/v1/requests/{question.id}", timeout=timeout)["found"]
+            path = f"/v1/requests/{urllib.parse.quote(question.id, safe='')}"
+            found = self._get("DELETE", path, timeout=timeout)["found"]
             return Aborted(question.id, found)
         return msgspec.convert(self._get("GET", "/v1/status", timeout=timeout), Status, str_keys=True)
 
@@ -171,6 +179,8 @@ class HttpConnection:
                 if time.monotonic() - lost_at > self.patience:
                     rule = f"no server has answered at {self.address} for {self.patience:g} s"
                     raise ConnectionFailed(f"{rule}: {reason}")
+                if handle.id in self._cancelled:
+                    raise RequestCancelled("cancelled by its owner while no server was connected")
                 handle.publish(Restarting(handle.id))
                 self._ended.wait(_RETRY_S)
         except DiffgenError as error:
@@ -202,7 +212,7 @@ class HttpConnection:
             while (count := reader.number(">I", 4)) is not None:
                 frames = [reader.frame() for _ in range(count)]
                 if frames:
-                    message = codec.decode(frames[:2], self._decoder, max_body=codec.MAX_BODY)
+                    message = codec.decode(frames[:2], self._decoder, max_body=codec.MAX_ANSWER)
                     yield message, frames[2] if len(frames) > 2 else None
 
     def _publish(self, handle: GenerationHandle, message: Any, tensor: bytes | None) -> None:
@@ -264,7 +274,7 @@ def _check(answer: httpx2.Response) -> None:
         message, code, param = f"HTTP status {answer.status_code}", "http_error", None
     if answer.status_code == 401:
         raise ConnectionFailed(f"the server refused this client: {message}", code="unauthorized", retryable=False)
-    if answer.status_code == 503:
+    if answer.status_code in (502, 503, 504):  # 502 and 504 are a proxy's, of a server that is not there
         raise ConnectionFailed(message, code=code)
     if 400 <= answer.status_code < 500 and answer.status_code != 404:
         raise InvalidRequest(message, code=code, param=param)

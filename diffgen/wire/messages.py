@@ -18,7 +18,14 @@ from diffgen.request import OutputBatch, TensorHeader
 
 PROTOCOL_VERSION = 1
 
-RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+MAX_ID = 64
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
+
+
+def can_be_id(text: str) -> bool:
+    """Whether a request may have this id. A message with another is dropped, and has no answer."""
+    return 1 <= len(text) <= MAX_ID and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -131,7 +138,7 @@ class Result(_Message, frozen=True):
 class Failed(_Message, frozen=True):
     """The request ended with an error. An empty id speaks of the connection as a whole."""
 
-    id: Annotated[str, Meta(max_length=64)]
+    id: Annotated[str, Meta(max_length=MAX_ID)]
     error: ErrorInfo
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import threading
 from collections.abc import Callable
 
-from diffgen.errors import DiffgenError
+from diffgen.errors import ConnectionFailed, DiffgenError
 from diffgen.handle import GenerationHandle
 from diffgen.params import SamplingParams
-from diffgen.wire.messages import Failed
+from diffgen.wire.messages import Abort, Aborted, Failed, GetStatus, Status
+
+Answer = concurrent.futures.Future[Status | Aborted]
 
 
 class Unanswered:
@@ -22,9 +26,11 @@ class Unanswered:
         self.reason: DiffgenError | None = None
         self._handles: dict[str, GenerationHandle] = {}
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def begin(self, params: SamplingParams, cancel: Callable[[str], None]) -> GenerationHandle:
         """Wait for one more. Raises what has ended the connection."""
+        self._check_process()  # before the lock, which a thread that is no more may hold there
         handle = GenerationHandle(params, cancel)
         with self._lock:
             self.check()
@@ -33,8 +39,15 @@ class Unanswered:
 
     def check(self) -> None:
         """Raises what has ended the connection, if it has."""
+        self._check_process()
         if self.reason is not None:
             raise self.reason
+
+    def _check_process(self) -> None:
+        """A fork has the connection without the thread that sends and receives."""
+        if os.getpid() != self._process:
+            forked = f"the connection belongs to process {self._process}, of which this one is a fork"
+            raise ConnectionFailed(f"{forked}; call DiffGenerator.connect here", retryable=False)
 
     def get(self, request_id: str) -> GenerationHandle | None:
         with self._lock:
@@ -63,6 +76,34 @@ class Unanswered:
         for handle in handles:
             _publish(handle, error)
         return handles
+
+
+class Questions:
+    """What was asked and is not answered yet, oldest first. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[GetStatus | Abort, Answer]] = []
+
+    def add(self, question: GetStatus | Abort, answer: Answer) -> None:
+        self._asked.append((question, answer))
+
+    def tell(self, message: Status | Aborted) -> None:
+        """It is for the oldest that it can be for. Questions may be dropped, and of several replicas, a status waits
+        for them all, so that it comes after what was asked later."""
+        for place, (question, answer) in enumerate(self._asked):
+            if _answers(message, question):
+                del self._asked[place]
+                answer.set_result(message)
+                return
+
+    def fail(self, error: DiffgenError) -> None:
+        asked, self._asked = self._asked, []
+        for _, answer in asked:
+            answer.set_exception(error)
+
+
+def _answers(message: Status | Aborted, question: GetStatus | Abort) -> bool:
+    return isinstance(question, GetStatus) if isinstance(message, Status) else question == Abort(message.id)
 
 
 def _publish(handle: GenerationHandle, error: DiffgenError) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import DIFFGEN, leftovers, run_root, wait_until
+from processes import DIFFGEN, leftovers, rank_processes, run_root, wait_until
 
 from diffgen import DiffGenerator, SamplingParams
 from diffgen.errors import (
@@ -197,6 +197,35 @@ def test_queue_full_is_said_at_once(server: DiffGenerator) -> None:
     assert caught.value.retry_after > 0
     for handle in handles:
         wait_until(handle.done, 30, "every request is answered")
+
+
+def test_a_list_longer_than_the_queue_is_answered_whole(server: DiffGenerator) -> None:
+    results = server.generate(["a"] * 9, seed=1, **FAST)
+    assert [result.error for result in results] == [None] * 9
+
+
+def test_of_a_list_that_is_cut_short_what_has_ended_is_saved(server: DiffGenerator, tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if list(tmp_path.iterdir()):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        server.generate(["first", *["a"] * 50], seed=1, output_path=str(tmp_path), callback=stop, **FAST)
+    assert (tmp_path / "first_1_00.png").exists()
+    wait_until(lambda: not server.status().requests, 30, "the others are cancelled")
+
+
+@pytest.mark.parametrize("prompt", [5, b"a", {"prompt": "a"}])
+def test_what_is_no_text_and_no_list_is_refused(server: DiffGenerator, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt is .*; it must be a text"):
+        server.generate(prompt, **FAST)
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "\ud800"}, {"prompt": object()}, {"prompt": "a", "seed": 2**70}])
+def test_parameters_made_by_hand_are_checked_before_they_are_sent(server: DiffGenerator, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        server.submit(SamplingParams(**wrong))
+    assert server.submit(SamplingParams(prompt="a", seed=1, **FAST)).result(60).seed == 1
 
 
 def _refused(handle: Any) -> bool:
@@ -393,7 +422,8 @@ def test_status_and_abort_see_every_client(server: DiffGenerator) -> None:
         assert (request.id, request.state, request.stage, request.total) == (handle.id, "running", "denoise", 900)
         assert (request.width, request.height, request.num_frames, request.outputs) == (64, 64, 1, 2)
         assert 0 < request.step < 900
-        assert not other.abort("nothing of that name")
+        for nobody in ("nothing of that name", "", "x" * 65, "\ud800"):
+            assert not other.abort(nobody)
         assert other.abort(handle.id)
     with pytest.raises(RequestCancelled, match="another client"):
         handle.result(timeout=10)
@@ -405,18 +435,31 @@ def test_status_and_abort_see_every_client(server: DiffGenerator) -> None:
 
 def test_wrong_arguments_fail_before_any_process(tmp_path: Path) -> None:
     with run_root() as root:
-        for options, match in [
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"num_gpu": 2}, "num_gpus"),
             ({"num_gpus": 0}, "at least 1"),
             ({"dtype": "int8"}, "float32"),
             ({"address": "tcp://127.0.0.1:1"}, "token"),
-        ]:
+            ({"limits": {"queue": 4}}, "Limits"),
+            ({"limits": Limits(queue="4")}, "queue is '4'; it must be a whole number"),  # type: ignore[arg-type]
+        ]
+        for options, match in cases:
             with pytest.raises(InvalidRequest, match=match):
                 DiffGenerator.from_pretrained(**options)
-        for path, match in [("./nope", "no such directory"), (str(tmp_path), "model_index.json")]:
+        folders: list[tuple[str | Path, str]] = [("./nope", "no such directory"), (tmp_path, "model_index.json")]
+        for path, match in folders:
             with pytest.raises(ModelError, match=match):
                 DiffGenerator.from_pretrained(path)
         assert leftovers(root) == []
+
+
+@pytest.mark.slow
+def test_a_generator_that_nobody_has_any_more_is_closed(tiny_wan: Path, root: Path) -> None:
+    handle = DiffGenerator.from_pretrained(tiny_wan, device="cpu").submit("a", seed=1, **FAST)
+    assert handle.result(120).seed == 1, "its handle keeps it"
+    assert rank_processes(root)
+    del handle
+    wait_until(lambda: not leftovers(root), 30, "it has ended")
 
 
 def test_nan_is_an_error_that_names_the_stage(tiny_wan: Path, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_tcp_needs_a_token(token: str | None) -> None:
     check_args(ServerArgs(listen=ListenArgs(address="tcp://127.0.0.1:0", token="t")))
 
 
+def test_a_token_without_an_address_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no effect without an address"):
+        check_args(ServerArgs(listen=ListenArgs(token="t")))
+
+
 @pytest.mark.parametrize("token", ["secret" * 50, "a\0b", "a\nb", "\ud800"])
 def test_tokens_that_the_transport_cannot_carry_are_refused_unseen(token: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

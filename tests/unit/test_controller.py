@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ from processes import wait_until
 from raw_client import Raw
 from wire_server import PARAMS, Script, Server, draw, ignore, output
 
+from diffgen.api import DiffGenerator
 from diffgen.args import ListenArgs, RunArgs, ServerArgs
 from diffgen.errors import DiffgenError, GenerationError, ServerClosed, WorkerDied
 from diffgen.handle import GenerationHandle
@@ -285,3 +287,19 @@ def test_a_status_waits_for_no_replica_that_has_died_since(replicas: Replicas) -
     replicas.revive(1, draw)
     assert found.get(timeout=10).finished == {"done": 1}
     asking.join()
+
+
+def test_a_forks_copy_of_a_generator_closes_nothing(replicas: Replicas) -> None:
+    replicas.run()
+    generator = DiffGenerator(replicas.client, replicas.client.wait_ready(5), replicas.controller)
+    child = os.fork()
+    if child == 0:
+        try:
+            generator.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    late = Connection(replicas.controller.socket)
+    late.wait_ready(5)
+    late.close()
+    generator.close()

@@ -74,7 +74,7 @@ def test_result_waits(owned: Owned) -> None:
 
 
 def test_a_timeout_leaves_the_request_running(owned: Owned) -> None:
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"has not ended within 0.01 s and goes on"):
         owned.handle.result(0.01)
     assert owned.cancels == []
     owned.publish()
@@ -123,6 +123,18 @@ def test_a_listener_hears_the_past_and_the_future_once_each(owned: Owned) -> Non
     owned.handle.unsubscribe(heard.append)
     owned.handle.publish(owned.result)
     assert heard == owned.events[:4]
+
+
+def test_a_listener_that_leaves_does_not_keep_the_next_from_the_event(owned: Owned) -> None:
+    heard: list[Event] = []
+
+    def leave(event: Event) -> None:
+        owned.handle.unsubscribe(leave)
+
+    owned.handle.subscribe(leave)
+    owned.handle.subscribe(heard.append)
+    owned.publish()
+    assert heard == owned.events
 
 
 def test_who_waits_on_the_result_finds_every_event_told(owned: Owned) -> None:

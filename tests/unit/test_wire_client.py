@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from processes import wait_until
 from wire_server import PARAMS, SILENCE, Script, Server, draw, ignore, output
 
 from diffgen.errors import (
@@ -28,16 +32,23 @@ from diffgen.params import ModelSpec, SamplingParams
 from diffgen.wire import codec
 from diffgen.wire.client import Connection
 from diffgen.wire.messages import (
+    Abort,
+    Aborted,
     Accepted,
     Bye,
     Cancel,
     Closing,
     Failed,
+    GetStatus,
     Hello,
+    Ping,
     Progress,
+    RequestStatus,
     Restarting,
     Result,
+    Status,
     Submit,
+    Welcome,
 )
 
 Serve = Callable[..., Server]
@@ -180,20 +191,106 @@ def test_an_answered_request_is_not_sent_again(serve: Serve, connect: Connect) -
     assert len(second.submits()) == 1
 
 
-def test_patience_runs_out(serve: Serve, connect: Connect, address: str) -> None:
-    server = serve(ignore)
+def test_patience_runs_out_for_what_waits_and_not_for_what_comes_later(
+    serve: Serve, connect: Connect, address: str
+) -> None:
+    first = serve(ignore)
     connection = connect(patience=0.3)
     connection.wait_ready(5)
-    handle = connection.submit(PARAMS)
-    server.wait_for(Submit)
-    server.close()
-    with pytest.raises(ConnectionFailed) as caught:
-        handle.result(5)
-    assert caught.value.retryable
-    assert address in caught.value.message
-    assert "0.3 s" in caught.value.message
-    with pytest.raises(ConnectionFailed):
-        connection.submit(PARAMS)
+    sent = connection.submit(PARAMS)
+    first.wait_for(Submit)
+    first.close()
+    wait_lost(connection)
+    late = connection.submit(PARAMS)
+    for handle in (sent, late):
+        with pytest.raises(ConnectionFailed) as caught:
+            handle.result(5)
+        assert caught.value.retryable
+        assert address in caught.value.message
+        assert "0.3 s" in caught.value.message
+    second = serve(draw, "two")
+    connection.wait_ready(5)
+    wait_until(lambda: connection._welcomed, 5, "the next server is heard")
+    again = connection.submit(PARAMS)
+    assert again.result(5).seed == 3
+    assert second.submits() == [again.id]
+    assert Cancel(sent.id) in second.seen, "it may still hold what was sent"
+    assert Cancel(late.id) not in second.seen
+
+
+def test_a_server_that_lives_and_is_too_busy_for_a_welcome_is_waited_for(
+    connect: Connect, address: str, model: ModelSpec
+) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.RCVTIMEO, 5000)
+        server.bind(address)
+        connection = connect(patience=0.3)
+        client, *_ = server.recv_multipart()
+        handle = connection.submit(PARAMS)
+        for _ in range(10):
+            server.send_multipart([client, *codec.encode(Ping())])
+            time.sleep(0.1)
+        assert not handle.done()
+        server.send_multipart([client, *codec.encode(Welcome("one", model))])
+        assert handle.id.encode() in server.recv_multipart()[2]
+        impatient = connect()
+        client, *_ = server.recv_multipart()
+        server.send_multipart([client, *codec.encode(Ping())])
+        with pytest.raises(ConnectionFailed, match="it lives"):
+            impatient.wait_ready(0.3)
+    context.term()
+
+
+def test_an_answer_to_one_question_is_not_taken_for_that_to_another(
+    connect: Connect, address: str, model: ModelSpec
+) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.RCVTIMEO, 5000)
+        server.bind(address)
+        connection = connect()
+        client, *_ = server.recv_multipart()
+        server.send_multipart([client, *codec.encode(Welcome("one", model))])
+        connection.wait_ready(5)
+        with pytest.raises(ConnectionFailed, match="no answer"):
+            connection.ask(Abort("lost"), 0.1)
+        server.recv_multipart()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(connection.ask, Abort("a"), 5)
+            server.recv_multipart()
+            server.send_multipart([client, *codec.encode(Aborted("another", False))])
+            server.send_multipart([client, *codec.encode(Aborted("a", True))])
+            assert asked.result(5) == Aborted("a", True)
+    context.term()
+
+
+def test_a_status_of_a_long_queue_is_read(serve: Serve, connect: Connect) -> None:
+    server = serve()
+    request = RequestStatus("0" * 32, "queued", 1.0, 64, 64, 1, 1)
+    server.status = Status((request,) * 60_000, {}, 1, 1.0, 60_000, 0, {}, {}, 0.1, {}, 0, {})
+    assert len(bytes(codec.encode(server.status)[1])) > codec.MAX_BODY
+    connection = connect()
+    connection.wait_ready(5)
+    assert connection.ask(GetStatus(), 30) == server.status
+
+
+def test_a_fork_of_the_process_is_told_that_it_has_no_connection(serve: Serve, connect: Connect) -> None:
+    serve()
+    connection = connect()
+    connection.wait_ready(5)
+    child = os.fork()
+    if child == 0:
+        told = 0
+        for use in (lambda: connection.submit(PARAMS), lambda: connection.ask(GetStatus(), 5)):
+            with contextlib.suppress(BaseException):
+                try:
+                    use()
+                except ConnectionFailed as error:
+                    told += "fork" in error.message
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert connection.submit(PARAMS).result(5).seed == 3
 
 
 def test_no_server_at_all_is_said(connect: Connect, address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import struct
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from local_http import Quiet, running
 
-from diffgen.errors import QueueFull, ServerClosed
+from diffgen.errors import ConnectionFailed, InvalidRequest, QueueFull, RequestCancelled, ServerClosed
 from diffgen.handle import Event
 from diffgen.http.native import _frames
 from diffgen.params import SamplingParams
@@ -33,6 +34,7 @@ class Slow(http.server.ThreadingHTTPServer):
         self.may_cancel.set()
         self.cancels: list[str] = []
         self.events: list[Event] = []
+        self.refusals = 0  # so many requests are answered as a proxy does while its server is away
 
 
 class _Handler(Quiet):
@@ -41,6 +43,12 @@ class _Handler(Quiet):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
+        if self.server.refusals:
+            self.server.refusals -= 1
+            self.send_response(502)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
         self.server.asked.set()
         self.server.may_answer.wait(10)
         self.send_response(200)
@@ -132,3 +140,43 @@ def test_a_death_of_the_ranks_behind_the_server_is_told(slow: Slow) -> None:
         (Failed, handle.id),
     ]
     connection.close()
+
+
+@pytest.mark.timeout(30)
+def test_cancel_while_no_server_is_there_takes_effect_at_once() -> None:
+    connection = HttpConnection("http://127.0.0.1:1")
+    handle = connection.submit(SamplingParams(prompt="a"))
+    assert isinstance(next(handle.events()), Restarting)
+    handle.cancel()
+    with pytest.raises(RequestCancelled):
+        handle.result(5)
+    connection.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_proxy_whose_server_is_away_is_asked_again(slow: Slow) -> None:
+    slow.events = [Failed("theirs", QueueFull("full").info())]
+    slow.may_answer.set()
+    slow.refusals = 1
+    connection = HttpConnection(slow.url)
+    with pytest.raises(QueueFull):
+        connection.submit(SamplingParams(prompt="a")).result(10)
+    assert slow.refusals == 0
+    connection.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_says_nothing_is_waited_for_as_long_as_was_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connection = HttpConnection(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(ConnectionFailed):
+            connection.wait_ready(0.3)
+        assert time.monotonic() - began < 10
+        connection.close()
+
+
+@pytest.mark.parametrize("token", ["", "a\nb", "x" * 300])
+def test_a_token_that_cannot_be_sent_is_refused(token: str) -> None:
+    with pytest.raises(InvalidRequest, match="a token of"):
+        HttpConnection("http://127.0.0.1:1", token)
