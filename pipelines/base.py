@@ -19,7 +19,7 @@ from diffgen.errors import InvalidRequest, ModelError
 from diffgen.loading.components import load_components
 from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
-from diffgen.params import BATCH_FIELDS, ModelSpec, SamplingParams, is_guided
+from diffgen.params import BATCH_FIELDS, Limits, ModelSpec, SamplingParams, is_guided, parse_params, resolve
 from diffgen.request import Req
 from pipelines.parallel import denoiser_abilities, sliced_components, split_models
 from stages.base import PipelineStage
@@ -63,6 +63,7 @@ class ComposedPipelineBase(abc.ABC):
             self.preview = None if device.type == "meta" else make_previewer(whole)
             if device.type == "meta" or self.preview is not None:
                 self.spec = msgspec.structs.replace(self.spec, takes=(*self.spec.takes, "preview_every"))
+        _check_defaults(index, self.spec)
 
     @classmethod
     def load(
@@ -157,3 +158,12 @@ class ComposedPipelineBase(abc.ABC):
 
     def is_guided(self, req: Req) -> bool:
         return is_guided(req.params, self.spec)
+
+
+def _check_defaults(index: ModelIndex, spec: ModelSpec) -> None:
+    """Raises :class:`ModelError` for defaults that the model would refuse if a request asked for them."""
+    unlimited = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
+    try:
+        resolve(parse_params({"prompt": "", **spec.defaults}), spec, unlimited)
+    except InvalidRequest as error:
+        raise ModelError(f"a default of {index.folder} (diffgen.json, or its family's): {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from diffgen.distributed.dims import Abilities
 from diffgen.distributed.layout import Layout
 from diffgen.errors import ModelError
 from diffgen.fields import nearest_name
+from diffgen.loading.components import component_class
 from diffgen.loading.index import ModelIndex, read_index
 from pipelines.base import ComposedPipelineBase
 from pipelines.signature import find_pipeline
@@ -71,8 +73,9 @@ def import_family(folder: Path, model: ModelArgs) -> None:
     """Import what :func:`load_pipeline` is going to need. Raises whatever that would."""
     index = read_index(folder, model.variant, model.safety_checker)
     _family_of(index, model)
-    for library, name in filter(None, index.components.values()):
-        getattr(importlib.import_module(library), name, None)
+    for kind in filter(None, index.components.values()):
+        with contextlib.suppress(AttributeError):  # loading says what is not there
+            component_class(*kind)
 
 
 def _family_of(index: ModelIndex, model: ModelArgs) -> type[ComposedPipelineBase]:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from diffgen.distributed.axis import AxisGroup
 from diffgen.distributed.dims import divisors, nearest
 from diffgen.errors import ModelError
+from diffgen.loading.index import refuse_lacking
 
 Style = Literal["colwise", "rowwise", "packed_rowwise", "norm"]
 
@@ -78,9 +79,7 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
     rename = _renaming(model)
     weights = ((rename(name), stored) for name, stored in stored_weights(folder, variant))
     fill_sliced(model, weights, plan, group, str(folder))
-    left = sorted(name for name, each in model.named_parameters() if each.is_meta)
-    if left:
-        raise ModelError(f"the weights in {folder} lack {', '.join(left[:5])}", code="model_incomplete")
+    refuse_lacking(folder, (name for name, each in model.named_parameters() if each.is_meta))
 
 
 def slice_empty(model: torch.nn.Module, plan: TensorPlan, group: AxisGroup, source: str) -> None:

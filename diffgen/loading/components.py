@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from diffgen.distributed.axis import AxisGroup
 from diffgen.distributed.tensor import TensorPlan, read_sliced, slice_empty
 from diffgen.errors import ModelError
 from diffgen.loading.device import default_dtype
-from diffgen.loading.index import ModelIndex
+from diffgen.loading.index import ModelIndex, refuse_lacking
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ def load_components(
     On the device "meta" the models are there without their weights, of which no file is read. Of the components in
     ``plans``, this rank of ``tp`` reads its slices alone.
 
-    Raises :class:`ModelError` with the reason that diffusers or transformers give.
+    Raises :class:`ModelError` with the reason that diffusers or transformers give, and for weights that lack some of a
+    model's, in whose place they would put random ones.
     """
     import diffusers
 
@@ -56,6 +58,10 @@ def load_components(
             else:
                 read_sliced(empty, index.folder / name, model.variant, plan, tp)
             given[name] = empty
+        for name, component in _models(index):
+            if name not in given:
+                folder = index.folder / name
+                given[name] = _read_whole(component, folder, dtypes.get(name, dtype), model.variant)
         pipe = kind.from_pretrained(
             index.folder,
             dtype=dtypes,
@@ -70,31 +76,57 @@ def load_components(
         raise ModelError(f"cannot load {index.folder}: {reason}", code="model_incomplete") from error
 
 
+def component_class(library: str, name: str) -> Any:
+    """The class that model_index.json names so. Raises :class:`AttributeError` where there is none."""
+    import diffusers
+    import transformers
+
+    # Beside the two libraries, the modules of diffusers' own pipelines hold components.
+    modules = {"diffusers": diffusers, "transformers": transformers}
+    return getattr(modules.get(library) or getattr(diffusers.pipelines, library), name)
+
+
+def _models(index: ModelIndex) -> Iterator[tuple[str, Any]]:
+    """Name and class of each component that has weights."""
+    import diffusers
+    import transformers
+
+    for name, kind in index.components.items():
+        if kind is not None and name not in index.left_out and (index.folder / name / "config.json").exists():
+            try:
+                component = component_class(*kind)
+            except AttributeError:
+                continue  # diffusers says why it is not loaded, such as code in the folder
+            if issubclass(component, diffusers.ModelMixin | transformers.PreTrainedModel):
+                yield name, component
+
+
+def _read_whole(component: Any, folder: Path, dtype: torch.dtype, variant: str | None) -> torch.nn.Module:
+    model: torch.nn.Module
+    model, told = component.from_pretrained(
+        folder, dtype=dtype, variant=variant, use_safetensors=True, local_files_only=True, output_loading_info=True
+    )
+    refuse_lacking(folder, told["missing_keys"])
+    return model
+
+
 def _empty_models(
     index: ModelIndex, dtypes: dict[str, torch.dtype], only: str | None = None
 ) -> dict[str, torch.nn.Module]:
     """Each component that has weights, from its configuration alone, with parameters on the device "meta"."""
     import diffusers
-    import transformers
     from accelerate import init_empty_weights
 
     found: dict[str, torch.nn.Module] = {}
-    for name, kind in index.components.items():
+    for name, component in _models(index):
         folder = index.folder / name
-        if kind is None or name in index.left_out or only not in (None, name) or not (folder / "config.json").exists():
+        if only not in (None, name):
             continue
-        library, class_name = kind
-        # Beside the two libraries, the modules of diffusers' own pipelines hold components.
-        modules = {"diffusers": diffusers, "transformers": transformers}
-        module = modules.get(library) or getattr(diffusers.pipelines, library)
-        component = getattr(module, class_name)
         with init_empty_weights():
             if issubclass(component, diffusers.ModelMixin):
                 model = component.from_config(component.load_config(folder))
-            elif issubclass(component, transformers.PreTrainedModel):
-                model = component(component.config_class.from_pretrained(folder))
             else:
-                continue
+                model = component(component.config_class.from_pretrained(folder))
         if hasattr(model, "tie_weights"):
             model.tie_weights()  # each place of a shared weight has become a parameter of its own
         set_dtype(model, dtypes.get(name, dtypes["default"]))

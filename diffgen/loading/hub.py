@@ -66,7 +66,7 @@ def wanted_files(variant: str | None, weights: bool = True) -> list[str]:
     model_index.json, which are the same model again, as one file.
     """
     name = "*/*model" + (f".{variant}" if variant else "")
-    small = ["*.json", "*.txt", "*.model", "*.md"]
+    small = ["*.json", "*.txt", "*.model", "*.jinja", "*.md"]
     return [*small, f"{name}.safetensors", f"{name}-?????-of-?????.safetensors"] if weights else small
 
 
@@ -76,6 +76,7 @@ def unwanted_files(safety_checker: bool) -> list[str]:
 
 
 def _download(repo: str, revision: str | None, patterns: list[str], but: list[str]) -> Path:
+    import httpx2
     import huggingface_hub
     from huggingface_hub import errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -96,6 +97,6 @@ def _download(repo: str, revision: str | None, patterns: list[str], but: list[st
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
         reason = "it is not in the cache and HF_HUB_OFFLINE is set" if offline else "the Hub cannot be reached"
         reason += "; download it first, or give a folder"
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except (errors.HfHubHTTPError, errors.HFValidationError, httpx2.HTTPError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
     raise ModelError(f"cannot get {repo!r} and no folder has that name: {reason}", code="model_not_found")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,15 @@ def read_index(folder: Path, variant: str | None, safety_checker: bool = False, 
     if missing:
         raise ModelError(f"the model in {folder} is incomplete: {'; '.join(missing)}", code="model_incomplete")
     return ModelIndex(folder, str(data["_class_name"]), components, left_out)
+
+
+def refuse_lacking(folder: Path, names: Iterable[str]) -> None:
+    """Raises :class:`ModelError` for ``names`` of weights, if there are any: no file of ``folder`` has them."""
+    lacking = sorted(names)
+    if lacking:
+        which = f"{', '.join(lacking[:5])}{', ...' if lacking[5:] else ''}"
+        remedy = "get the model again"
+        raise ModelError(f"the weights in {folder} lack {len(lacking)}: {which}; {remedy}", code="model_incomplete")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

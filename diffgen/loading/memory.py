@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import msgspec
 import psutil
 import torch
+from safetensors import SafetensorError, safe_open
 
 from diffgen.args import ModelArgs
-from diffgen.errors import StartFailed
+from diffgen.errors import ModelError, StartFailed
 from diffgen.loading.device import default_dtype
 from diffgen.loading.index import read_index
 from diffgen.params import SamplingParams
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 # Of every pixel of an output: several times what any decoder keeps for it at a time. What has this much is not looked
 # at more closely, which takes a fraction of a second.
 _PLENTY = 32 * 1024
+_LFS = b"version https://git-lfs"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -49,7 +52,8 @@ def _cgroup_bytes(name: str) -> int | None:
 def check_weights(folder: Path, model: ModelArgs, device: torch.device, ranks: int, parts: int = 1) -> None:
     """Raises :class:`StartFailed` where the model's weights cannot fit; reads only the heads of their files.
 
-    Of ``parts`` into which ranks may slice the weights, each holds one at least.
+    Of ``parts`` into which ranks may slice the weights, each holds one at least. Raises :class:`ModelError` for a file
+    that is not whole.
     """
     need, free = weight_bytes(folder, model, device) // parts, available_bytes(device, ranks)
     if need > free:
@@ -81,14 +85,15 @@ def _weight_files(component: Path, variant: str | None) -> Iterator[Path]:
 
 
 def _elements(path: Path) -> int:
-    """Numbers in a safetensors file, as its head has it."""
-    with path.open("rb") as file:
-        head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    total = 0
-    for name, tensor in head.items():
-        if name != "__metadata__":
-            total += functools.reduce(lambda product, side: product * side, tensor["shape"], 1)
-    return total
+    """Numbers in a safetensors file, as its head has it. Raises :class:`ModelError` where it is none, or cut off."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS)) == _LFS
+        reason = "it is a pointer of Git LFS; run git lfs pull" if is_pointer else f"{error}; get it again"
+        raise ModelError(f"{path} is no whole safetensors file: {reason}", code="model_incomplete") from error
 
 
 class RequestMemory:

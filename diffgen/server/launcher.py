@@ -245,23 +245,25 @@ def can_fork() -> bool:
 def _import_all(model: ModelArgs) -> None:
     """All that a rank with this model is going to import, as far as it is known."""
     gc.disable()  # imports make few cycles and many objects: looking for the cycles is a fifth of the time
-    for name in (
-        "torch.distributed",
-        "diffgen.scheduler.scheduler",
-        "diffgen.server.answer",
-        "diffgen.wire.router",
-        "diffgen.worker.executor",
-        "diffgen.worker.faults",
-    ):
-        importlib.import_module(name)
-    from diffgen.loading.hub import local_folder
+    try:
+        for name in (
+            "torch.distributed",
+            "diffgen.scheduler.scheduler",
+            "diffgen.server.answer",
+            "diffgen.wire.router",
+            "diffgen.worker.executor",
+            "diffgen.worker.faults",
+        ):
+            importlib.import_module(name)
+        from diffgen.loading.hub import local_folder
 
-    folder = local_folder(model)
-    registry = importlib.import_module("pipelines.registry")
-    if folder is not None:
-        registry.import_family(folder, model)
-    gc.freeze()  # so that the ranks' collections leave the shared pages alone
-    gc.enable()
+        folder = local_folder(model)
+        registry = importlib.import_module("pipelines.registry")
+        if folder is not None:
+            registry.import_family(folder, model)
+    finally:
+        gc.freeze()  # so that the ranks' collections leave the shared pages alone
+        gc.enable()
 
 
 if __name__ == "__main__":

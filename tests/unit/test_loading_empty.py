@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save, save_file
 
 from diffgen.args import ModelArgs, RunArgs
 from diffgen.distributed.dims import ParallelDims, choose_dims
 from diffgen.distributed.layout import empty_layout
-from diffgen.errors import InvalidRequest, StartFailed
+from diffgen.errors import InvalidRequest, ModelError, StartFailed
 from diffgen.loading.estimate import estimate_memory
 from diffgen.loading.hub import resolve_model
 from diffgen.loading.index import read_index
@@ -79,6 +82,76 @@ def test_weights_are_counted_from_their_files_and_refused_where_they_cannot_fit(
     with pytest.raises(StartFailed, match=r"weights of .* take \d+ MiB and each of 1000000 rank") as caught:
         check_weights(tiny_wan, model, cpu, ranks=1_000_000)
     assert caught.value.code == "insufficient_memory"
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "run git lfs pull"),
+        (b"", "get it again"),
+        (save({"a": torch.zeros(4)})[:-1], "get it again"),
+        ((2**60).to_bytes(8, "little") + b"{}", "get it again"),
+    ],
+)
+def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path: Path, content: bytes, remedy: str) -> None:
+    index = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"vae/diffusion_pytorch_model\.safetensors is no whole .*" + remedy) as caught:
+        check_weights(tmp_path, ModelArgs(model_path=str(tmp_path)), torch.device("cpu"), ranks=1)
+    assert caught.value.code == "model_incomplete"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", ["text_encoder", "transformer"])
+def test_weights_that_lack_some_are_refused(tiny_wan: Path, tmp_path: Path, component: str) -> None:
+    """In their place would be others, random or none."""
+    folder = shutil.copytree(tiny_wan, tmp_path / "model")
+    (path,) = (folder / component).glob("*.safetensors")
+    weights = load_file(path)
+    name = next(each for each in weights if each.endswith(".weight") and ".0." in each)
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"the weights in .*/{component} lack 1: {name}") as caught:
+        open_pipeline(folder, ModelArgs(model_path=str(folder)), torch.device("cpu"))
+    assert caught.value.code == "model_incomplete"
+
+
+@pytest.mark.slow
+def test_a_variant_is_loaded_whole(tiny_wan: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_wan, tmp_path / "model")
+    for path in folder.rglob("*.safetensors"):
+        path.rename(path.with_suffix(".fp16.safetensors"))
+    plain, variant = (
+        open_pipeline(each, ModelArgs(model_path=str(each), variant=name), torch.device("cpu")).pipe.components
+        for each, name in ((tiny_wan, None), (folder, "fp16"))
+    )
+    for name in ("text_encoder", "transformer", "vae"):
+        ours, theirs = variant[name].state_dict(), plain[name].state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defaults", "problem"),
+    [
+        ({"width": 500}, "width 500 must be a multiple of 16 for wan; nearest: 496 or 512"),
+        ({"num_frames": 8}, "num_frames 8 must be 1 or a multiple of 4 plus 1"),
+        ({"clip_skip": 1}, "wan takes no clip_skip"),
+        ({"scheduler": "ddim"}, "scheduler 'ddim' is not known"),
+    ],
+)
+def test_defaults_that_the_model_would_refuse_are_refused(
+    tiny_wan: Path, tmp_path: Path, defaults: dict[str, Any], problem: str
+) -> None:
+    folder = shutil.copytree(tiny_wan, tmp_path / "model")
+    (folder / "diffgen.json").write_text(json.dumps({"defaults": {"preview_every": 2} | defaults}))
+    with pytest.raises(ModelError, match=problem) as caught:
+        open_pipeline(folder, ModelArgs(model_path=str(folder)), torch.device("meta"))
+    assert "diffgen.json" in caught.value.message
 
 
 @pytest.mark.slow

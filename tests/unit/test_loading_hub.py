@@ -146,6 +146,33 @@ except ModelError as error:
     assert (str(snapshot) if cached else "the Hub cannot be reached") in done.stdout, done.stderr
 
 
+def test_what_a_proxy_says_is_the_reason(run_python: RunPython, tmp_path: Path) -> None:
+    code = """
+import os, socket, threading
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.loading.hub import resolve_model
+
+def refuse():
+    while True:
+        with proxy.accept()[0] as client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.1 407 Proxy Authentication Required\\r\\nContent-Length: 0\\r\\n\\r\\n")
+
+proxy = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=refuse, daemon=True).start()
+os.environ["HTTPS_PROXY"] = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+try:
+    resolve_model(ModelArgs(model_path="org/name"))
+except ModelError as error:
+    print(error.code, error)
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = run_python(code, env={**clean, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "https://hub.invalid"})
+    assert "model_not_found cannot get 'org/name'" in done.stdout, done.stderr
+    assert "407 Proxy Authentication Required" in done.stdout
+
+
 def test_an_error_names_the_file_that_was_given(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_text("")
@@ -159,6 +186,7 @@ REPOSITORY = [
     "pipeline.py",
     "README.md",
     "tokenizer/spiece.model",
+    "tokenizer/chat_template.jinja",
     "text_encoder/config.json",
     "text_encoder/model.safetensors",
     "text_encoder/model.fp16.safetensors",
@@ -182,7 +210,8 @@ REPOSITORY = [
 def test_one_copy_of_the_weights_is_downloaded(variant: str | None, weights: set[str]) -> None:
     found = set(filter_repo_objects(REPOSITORY, allow_patterns=wanted_files(variant)))
     assert {name for name in found if name.endswith(".safetensors")} == weights
-    assert {"model_index.json", "README.md", "tokenizer/spiece.model", "text_encoder/config.json"} <= found
+    assert {"model_index.json", "README.md", "text_encoder/config.json"} <= found
+    assert {"tokenizer/spiece.model", "tokenizer/chat_template.jinja"} <= found
     assert not {name for name in found if name.endswith((".py", ".bin"))}
 
 

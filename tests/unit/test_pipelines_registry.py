@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from diffgen.args import ModelArgs
 from diffgen.errors import ModelError
 from pipelines.base import ComposedPipelineBase
-from pipelines.registry import FAMILIES, SERVED, find_family, load_pipeline
+from pipelines.registry import FAMILIES, SERVED, find_family, import_family, load_pipeline
 
 CPU = torch.device("cpu")
 
@@ -88,6 +91,34 @@ def test_a_class_from_outside_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert find_family("my_family:Mine").__name__ == "Mine"
+
+
+def test_imports_ahead_know_where_components_are_and_pass_over_others(tmp_path: Path) -> None:
+    """A safety checker is in a module of diffusers' pipelines; of a library that is none, loading tells."""
+    index = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"], "vae": ["antigravity", "Evil"]}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"} | index))
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "settings.json").write_text("{}")
+    import_family(tmp_path, ModelArgs())
+    assert "diffusers.pipelines.stable_diffusion.safety_checker" in sys.modules
+    assert "antigravity" not in sys.modules
+
+
+def test_the_garbage_collector_runs_on_after_imports_that_fail(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = """
+import gc
+from diffgen.args import ModelArgs
+from diffgen.errors import ModelError
+from diffgen.server.launcher import _import_all
+try:
+    _import_all(ModelArgs(model_path="./nope"))
+except ModelError as error:
+    print(error.code, gc.isenabled())
+"""
+    done = run_python(code)
+    assert done.stdout == "model_not_found True\n", done.stderr
 
 
 def test_an_incomplete_folder_is_said_before_anything_is_imported(tmp_path: Path) -> None:
