@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_flux
-import tiny_hunyuan
-import tiny_models
-import tiny_qwen
-import tiny_sd
+from families import MAKERS
 from oracle import Oracle, level_difference
 from PIL import Image
 from processes import DIFFGEN
 
-MAKERS: dict[str, Callable[[Path], Path]] = {
-    "wan": tiny_models.make_tiny_wan,
-    "hunyuan-video": tiny_hunyuan.make_tiny_hunyuan,
-    "flux": tiny_flux.make_tiny_flux,
-    "qwen-image": tiny_qwen.make_tiny_qwen_image,
-    "stable-diffusion": tiny_sd.make_tiny_sd,
-    "stable-diffusion-xl": tiny_sd.make_tiny_sdxl,
-}
+from pipelines.registry import FAMILIES
 
 CLIPS = ("wan", "hunyuan-video")
 # Parameters that diffusers' pipelines call as we do.
@@ -33,7 +21,7 @@ CALLED = ("prompt", "seed", "width", "height", "num_inference_steps", "guidance_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"fallback"}))
 def test_a_saved_picture_is_that_of_diffusers(family: str, tmp_path: Path, oracle: Oracle) -> None:
     folder = MAKERS[family](tmp_path / "model")
     command = [*DIFFGEN, "generate", "--model-path", str(folder), "--prompt", "a red circle", "--seed", "5", "--json"]
@@ -53,4 +41,6 @@ def test_a_saved_picture_is_that_of_diffusers(family: str, tmp_path: Path, oracl
     case = {name: value for name, value in told["params"].items() if name in CALLED}
     if family in CLIPS:
         case["num_frames"] = 1
+    if family == "sana":
+        case["use_resolution_binning"] = False  # it would draw in another size, and scale
     assert level_difference(picture[None, None], oracle.run(folder, case).pixels) <= 1

@@ -29,7 +29,6 @@ TINY = parity.PICTURE | {"num_inference_steps": 3, "guidance_scale": 4.0}
 #: What the model takes beside those, and what its pipeline is told beside that.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pixart": ({"max_sequence_length": 16}, {"use_resolution_binning": False}),
-    "sana": ({"max_sequence_length": 16}, {"use_resolution_binning": False}),
     "cogvideox": ({"max_sequence_length": 16, "num_frames": 9}, {}),
     "ltx": ({"max_sequence_length": 16, "num_frames": 9}, {"frame_rate": 8}),
     "sd3": ({"max_sequence_length": 16}, {}),

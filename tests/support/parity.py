@@ -164,10 +164,11 @@ def check_shared_forwards(
     *,
     unit: float = 1.0,
     meet: int = 2,
+    told: Case | None = None,
 ) -> None:
     """Requests denoise in one forward a step, ``meet`` times or more all at other timesteps, and equal each alone.
 
-    The denoiser is told timesteps times ``unit``.
+    The denoiser is told timesteps times ``unit``, and diffusers' pipeline is ``told`` more.
     """
     cases = [{**base, **case} for case, _ in mix]
     reqs = [local.at_step(case, step) for case, (_, step) in zip(cases, mix, strict=True)]
@@ -183,14 +184,20 @@ def check_shared_forwards(
             met += len(running) > 1 and len(set(rows)) == len(running)
             running = [req for req in running if local.pipeline.stages[req.stage] is local.denoise]
     assert met >= meet
-    check_finished(oracle, local, cases, reqs, moves)
+    check_finished(oracle, local, cases, reqs, moves, told)
 
 
 def check_finished(
-    oracle: Oracle, local: Local, cases: Sequence[Case], reqs: Sequence[Req], moves: Moves = _other_seed
+    oracle: Oracle,
+    local: Local,
+    cases: Sequence[Case],
+    reqs: Sequence[Req],
+    moves: Moves = _other_seed,
+    told: Case | None = None,
 ) -> None:
     """Requests that have shared forwards end as each alone and as diffusers'."""
-    for case, req, reference in zip(cases, reqs, oracle.run_all(local.folder, cases), strict=True):
+    references = oracle.run_all(local.folder, [{**case, **(told or {})} for case in cases])
+    for case, req, reference in zip(cases, reqs, references, strict=True):
         pixels, latents = local.finish(req)
         alone_pixels, alone_latents = local.pixels(case)
         assert level_difference(pixels, alone_pixels) <= MAX_LEVELS

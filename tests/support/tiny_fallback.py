@@ -41,49 +41,6 @@ def make_pixart(folder: Path) -> Path:
     return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 4.0, "max_sequence_length": 16})
 
 
-def make_sana(folder: Path) -> Path:
-    """``SanaPipeline``: a language model reads the text, a VAE that compresses space by 8."""
-    import diffusers
-
-    with tiny_parts.seeded(12):
-        transformer = diffusers.SanaTransformer2DModel(
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=16,
-            cross_attention_dim=32,
-            caption_channels=TEXT,
-            sample_size=32,
-        ).eval()
-        _scale(transformer, (4, 8, 8))
-        vae = diffusers.AutoencoderDC(
-            in_channels=3,
-            latent_channels=4,
-            attention_head_dim=4,
-            encoder_block_types=("ResBlock",) * 4,
-            decoder_block_types=("ResBlock",) * 4,
-            encoder_block_out_channels=(8, 8, 16, 16),
-            decoder_block_out_channels=(8, 8, 16, 16),
-            encoder_layers_per_block=(1,) * 4,
-            decoder_layers_per_block=(1,) * 4,
-            encoder_qkv_multiscales=((),) * 4,
-            decoder_qkv_multiscales=((),) * 4,
-            scaling_factor=0.41,
-        ).eval()
-        tiny_parts.scale_vae(vae, (4, 8, 8))
-        pipe = diffusers.SanaPipeline(
-            tokenizer=tiny_parts.tokenizer(),
-            text_encoder=tiny_parts.language_model("Gemma2", num_hidden_layers=2, head_dim=8),
-            vae=vae,
-            transformer=transformer,
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        )
-    return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 4.0, "max_sequence_length": 16})
-
-
 def make_cogvideox(folder: Path) -> Path:
     """``CogVideoXPipeline``: clips, with a VAE that compresses time by 4 and a scheduler of its own."""
     import diffusers
