@@ -156,7 +156,17 @@ def test_links_and_files_exist() -> None:
     for page in (*WITH_CODE, "docs/architecture.md", "docs/cli.md", "docs/http.md", "CHANGELOG.md"):
         for link in re.findall(r"\]\((?!https?://)([^)#]+)", read(page)):
             assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
+
+
+def test_the_tree_of_files_has_every_module() -> None:
     folders: list[str] = []
-    for indent, name in re.findall(r"^( *)([\w.]+/?)(?: |$)", blocks("docs/architecture.md", "text")[-1], re.MULTILINE):
-        folders[len(indent) // 2 :] = [name]
-        assert (ROOT / "".join(folders)).exists(), "".join(folders)
+    named: set[str] = set()
+    lines = re.findall(r"^( *)([\w.]+/?(?:, [\w.]+)*)(?: |$)", blocks("docs/architecture.md", "text")[-1], re.MULTILINE)
+    for indent, names in lines:
+        for name in names.split(", "):
+            folders[len(indent) // 2 :] = [name]
+            named.add("".join(folders))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    paths = [path for package in ("diffgen", "stages", "pipelines") for path in (ROOT / package).rglob("*.py")]
+    modules = {str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"}
+    assert modules - named == set()
