@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import shutil
@@ -162,6 +163,7 @@ class Supervisor:
     def _one_life(self) -> DiffgenError | None:
         """Start a replica and watch it. Returns why it has died, or None when it was told to stop."""
         args = self.args
+        _make_again(self._folder)
         if self._address is not None:
             # A port that the system chose for the first life is kept: clients know it.
             args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
@@ -195,6 +197,15 @@ class Supervisor:
             del self.suspects[next(iter(self.suspects))]
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
+
+
+def _make_again(folder: Path) -> None:
+    """The run folder, where something that cleans folders for temporary files has removed it. Raises
+    :class:`StartFailed` where another user has made it meanwhile."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    if folder.lstat().st_uid != os.geteuid():
+        raise StartFailed(f"{folder} is another user's now; start a new server")
 
 
 def make_run_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -182,6 +183,18 @@ def test_whatever_is_killed_whenever_no_request_is_lost(
     assert np.array_equal(running.result(timeout=100).pixels, again.pixels)
     assert generator.address == address
     assert generator.status().restarts == restarts + (2 if when == "load" else 1)
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_was_cleaned_away_is_made_again(tiny_wan: Path, root: Path) -> None:
+    """Some systems remove from the folder for temporary files what is old. The next life needs it."""
+    with DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", log_level="error") as generator:
+        expected = generator.generate("a", seed=1, **FAST)
+        (folder,) = root.glob("diffgen-*")
+        shutil.rmtree(folder)
+        os.kill(generator.ranks()[0].pid, signal.SIGKILL)
+        assert np.array_equal(generator.generate("a", seed=1, timeout=60, **FAST).pixels, expected.pixels)
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.slow
