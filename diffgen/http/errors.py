@@ -84,7 +84,9 @@ def from_diffgen(error: DiffgenError) -> HttpError:
 
 
 def internal_error() -> HttpError:
-    return HttpError(500, "internal_error", "the server has failed; its log says more, under this x-request-id")
+    rule = "the server has failed; its log says more, under this x-request-id"
+    # The connection ends with it: who went on to use it would have the next request reset.
+    return HttpError(500, "internal_error", rule, headers={"connection": "close"})
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -288,6 +288,7 @@ def test_a_fault_of_the_server_in_a_stream(http_server: Server) -> None:
     assert event.endswith("}\n\n")
     assert (json.loads(event)["type"], json.loads(event)["error"]["code"]) == ("error", "internal_error")
     assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal_error")
+    assert whole.headers["connection"] == "close"
     assert "on purpose" not in streamed.text + whole.text
     told = f"a stream failed request_id={streamed.headers['x-request-id']}"
     wait_until(lambda: any(told in line for line in http_server.lines), 5, "the log has it")
