@@ -138,7 +138,7 @@ class DenoiserTask:
 
     folder: Path
     steps: int = 18000
-    all_sizes_from: float = 0.36
+    all_sizes_from: float = 0.32
     learning_rate: float = 2e-3
     warmup: int = 200
     decay_from: float = 0.65
