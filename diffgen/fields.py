@@ -82,15 +82,22 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """A remedy for a wrong name: the known one that others call so, is closest or contains it, or all of them."""
+    """A remedy for a wrong name: the known one that is meant, or all of them."""
     known = sorted(known)
-    close: list[str] = []
+    close = close_name(name, known)
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
+
+
+def close_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that others call so, is closest to it or contains it."""
+    known = sorted(known)
     if name.lower() in _ELSEWHERE:
-        close = [other for other in known if other == _ELSEWHERE[name.lower()]]
-    elif len(name) <= _LONGEST_NAME:
-        holding = [each for each in known if len(name) > 2 and name in each]
-        close = difflib.get_close_matches(name, known, n=1) or holding
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        meant = _ELSEWHERE[name.lower()]
+        return meant if meant in known else None
+    if len(name) > _LONGEST_NAME:
+        return None
+    holding = [each for each in known if len(name) > 2 and name in each]
+    return next(iter(difflib.get_close_matches(name, known, n=1) or holding), None)
 
 
 def build(struct: type[S], values: Mapping[str, object]) -> S:

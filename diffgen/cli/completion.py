@@ -21,6 +21,12 @@ def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
     return 0
 
 
+def flags_of(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """Every flag of a command, as it is typed."""
+    commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return [flag for action in _actions(commands.choices[command]) for flag in action.option_strings]
+
+
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action

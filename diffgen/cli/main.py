@@ -20,10 +20,11 @@ import msgspec
 import diffgen
 from diffgen.args import ModelArgs, RunArgs
 from diffgen.cli import serve as serve_command
-from diffgen.cli.completion import SHELLS
+from diffgen.cli.completion import SHELLS, flags_of
 from diffgen.cli.flags import add_flags
 from diffgen.cli.options import BulkOptions, CallOptions, ConnectOptions
 from diffgen.errors import DiffgenError, InvalidRequest
+from diffgen.fields import close_name
 from diffgen.http.args import HttpArgs
 from diffgen.media.save import SaveOptions
 from diffgen.params import SamplingParams
@@ -94,7 +95,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = build_parser().parse_args(argv)
+    arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_sigterm)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller's, who may ignore it
         signal.signal(signal.SIGINT, _on_sigint)
@@ -118,6 +119,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Writing the rest at exit would only fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = next((each.partition("=")[0] for each in unknown if each.startswith("--")), "")
+        flags = {each.lstrip("-").replace("-", "_"): each for each in flags_of(parser, arguments.command)}
+        close = close_name(flag.lstrip("-").replace("-", "_"), flags)
+        remedy = f"did you mean {flags[close]}?" if close else f"see diffgen {arguments.command} --help"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
+    return arguments
 
 
 def _run(arguments: argparse.Namespace) -> int:
