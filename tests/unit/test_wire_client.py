@@ -86,6 +86,16 @@ def connect(address: str) -> Iterator[Connect]:
         connection.close()
 
 
+@pytest.fixture
+def server(address: str) -> Iterator[zmq.Socket[bytes]]:
+    """One that says nothing by itself."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 5000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+        yield socket
+
+
 def finals(handle: GenerationHandle) -> int:
     return sum(not isinstance(event, Accepted | Progress | Restarting) for event in handle.events())
 
@@ -219,50 +229,40 @@ def test_patience_runs_out_for_what_waits_and_not_for_what_comes_later(
 
 
 def test_a_server_that_lives_and_is_too_busy_for_a_welcome_is_waited_for(
-    connect: Connect, address: str, model: ModelSpec
+    connect: Connect, server: zmq.Socket[bytes], model: ModelSpec
 ) -> None:
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as server:
-        server.setsockopt(zmq.RCVTIMEO, 5000)
-        server.bind(address)
-        connection = connect(patience=0.3)
-        client, *_ = server.recv_multipart()
-        handle = connection.submit(PARAMS)
-        for _ in range(10):
-            server.send_multipart([client, *codec.encode(Ping())])
-            time.sleep(0.1)
-        assert not handle.done()
-        server.send_multipart([client, *codec.encode(Welcome("one", model))])
-        assert handle.id.encode() in server.recv_multipart()[2]
-        impatient = connect()
-        client, *_ = server.recv_multipart()
+    connection = connect(patience=0.3)
+    client, *_ = server.recv_multipart()
+    handle = connection.submit(PARAMS)
+    for _ in range(10):
         server.send_multipart([client, *codec.encode(Ping())])
-        with pytest.raises(ConnectionFailed, match="it lives"):
-            impatient.wait_ready(0.3)
-    context.term()
+        time.sleep(0.1)
+    assert not handle.done()
+    server.send_multipart([client, *codec.encode(Welcome("one", model))])
+    assert handle.id.encode() in server.recv_multipart()[2]
+    impatient = connect()
+    client, *_ = server.recv_multipart()
+    server.send_multipart([client, *codec.encode(Ping())])
+    with pytest.raises(ConnectionFailed, match="it lives"):
+        impatient.wait_ready(0.3)
 
 
 def test_an_answer_to_one_question_is_not_taken_for_that_to_another(
-    connect: Connect, address: str, model: ModelSpec
+    connect: Connect, server: zmq.Socket[bytes], model: ModelSpec
 ) -> None:
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as server:
-        server.setsockopt(zmq.RCVTIMEO, 5000)
-        server.bind(address)
-        connection = connect()
-        client, *_ = server.recv_multipart()
-        server.send_multipart([client, *codec.encode(Welcome("one", model))])
-        connection.wait_ready(5)
-        with pytest.raises(ConnectionFailed, match="no answer"):
-            connection.ask(Abort("lost"), 0.1)
+    connection = connect()
+    client, *_ = server.recv_multipart()
+    server.send_multipart([client, *codec.encode(Welcome("one", model))])
+    connection.wait_ready(5)
+    with pytest.raises(ConnectionFailed, match="no answer"):
+        connection.ask(Abort("lost"), 0.1)
+    server.recv_multipart()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(connection.ask, Abort("a"), 5)
         server.recv_multipart()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(connection.ask, Abort("a"), 5)
-            server.recv_multipart()
-            server.send_multipart([client, *codec.encode(Aborted("another", False))])
-            server.send_multipart([client, *codec.encode(Aborted("a", True))])
-            assert asked.result(5) == Aborted("a", True)
-    context.term()
+        server.send_multipart([client, *codec.encode(Aborted("another", False))])
+        server.send_multipart([client, *codec.encode(Aborted("a", True))])
+        assert asked.result(5) == Aborted("a", True)
 
 
 def test_a_status_of_a_long_queue_is_read(serve: Serve, connect: Connect) -> None:
@@ -426,42 +426,27 @@ def test_a_result_that_does_not_fit_its_header_fails_the_request(serve: Serve, c
         connection.submit(PARAMS).result(5)
 
 
-def test_a_server_of_another_version_is_named_plainly(connect: Connect, address: str) -> None:
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as server:
-        server.setsockopt(zmq.RCVTIMEO, 5000)
-        server.bind(address)
-        connection = connect()
-        client, *_ = server.recv_multipart()
-        server.send_multipart([client, b"DGEN\x00\x07", b"\xc1 a body that nobody here can read"])
-        with pytest.raises(ProtocolError) as caught:
-            connection.wait_ready(5)
-        assert caught.value.code == "protocol_version"
-        assert "protocol 7" in caught.value.message
-        assert "install the same diffgen" in caught.value.message
-    context.term()
+def test_a_server_of_another_version_is_named_plainly(connect: Connect, server: zmq.Socket[bytes]) -> None:
+    connection = connect()
+    client, *_ = server.recv_multipart()
+    server.send_multipart([client, b"DGEN\x00\x07", b"\xc1 a body that nobody here can read"])
+    with pytest.raises(ProtocolError) as caught:
+        connection.wait_ready(5)
+    assert caught.value.code == "protocol_version"
+    assert "protocol 7" in caught.value.message
+    assert "install the same diffgen" in caught.value.message
 
 
-def test_something_else_at_the_address_is_no_diffgen_server(connect: Connect, address: str) -> None:
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as server:
-        server.setsockopt(zmq.RCVTIMEO, 5000)
-        server.bind(address)
-        connection = connect()
-        client, *_ = server.recv_multipart()
-        server.send_multipart([client, b"hello", b"world"])
-        with pytest.raises(ProtocolError, match="not a diffgen message"):
-            connection.wait_ready(5)
-    context.term()
+def test_something_else_at_the_address_is_no_diffgen_server(connect: Connect, server: zmq.Socket[bytes]) -> None:
+    connection = connect()
+    client, *_ = server.recv_multipart()
+    server.send_multipart([client, b"hello", b"world"])
+    with pytest.raises(ProtocolError, match="not a diffgen message"):
+        connection.wait_ready(5)
 
 
-def test_the_first_frame_of_every_message_is_the_version(address: str, connect: Connect) -> None:
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as server:
-        server.setsockopt(zmq.RCVTIMEO, 5000)
-        server.bind(address)
-        connect()
-        _, prefix, body = server.recv_multipart()
-        assert prefix == bytes(codec.encode(Hello())[0])
-        assert msgspec.msgpack.decode(body) == {"type": "Hello"}
-    context.term()
+def test_the_first_frame_of_every_message_is_the_version(server: zmq.Socket[bytes], connect: Connect) -> None:
+    connect()
+    _, prefix, body = server.recv_multipart()
+    assert prefix == bytes(codec.encode(Hello())[0])
+    assert msgspec.msgpack.decode(body) == {"type": "Hello"}
