@@ -53,7 +53,7 @@ def test_the_third_of_four_pictures_is_made_again_alone(tiny_generator: DiffGene
     # Four shared their forwards, which may move a value by one level.
     difference = np.abs(pixels(tmp_path / third).astype(int) - pixels(tmp_path / "outputs/again.png"))
     assert difference.max() <= 1
-    assert (difference > 0).mean() < 0.001
+    assert (difference > 0).mean() < 0.01
     other = diffgen(*server, "--from-metadata", third, "--seed", "8", "--output-file-name", "b", cwd=tmp_path)
     assert other.returncode == 0
     difference = pixels(tmp_path / third).astype(int) - pixels(tmp_path / "outputs/b.png")

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from oracle import level_difference
 from processes import leftovers, rank_processes, read_line, run_root, script, shared_memory, wait_until
 from proxy import Proxy
 from raw_client import Raw
@@ -178,9 +179,10 @@ def test_whatever_is_killed_whenever_no_request_is_lost(
         wait_until(lambda: not {rank.pid for rank in generator.ranks()} & set(old), 30, "there are new ranks")
         assert not all(rank.ready for rank in generator.ranks())
         _kill(generator, victim)
-    assert np.array_equal(queued.result(timeout=100).pixels, expected.pixels)
+    # The two may have shared steps.
+    assert level_difference(queued.result(timeout=100).pixels, expected.pixels) <= 1
     again = generator.generate(f"{when} {victim}", seed=1, **FAST)
-    assert np.array_equal(running.result(timeout=100).pixels, again.pixels)
+    assert level_difference(running.result(timeout=100).pixels, again.pixels) <= 1
     assert generator.address == address
     assert generator.status().restarts == restarts + (2 if when == "load" else 1)
 
@@ -221,7 +223,7 @@ def test_a_request_that_kills_the_server_twice_is_refused(
                 culprit.result(timeout=100)
             assert not caught.value.retryable
             for handle in company:
-                assert np.abs(handle.result(timeout=60).pixels.astype(int) - expected.pixels).max() <= 1
+                assert level_difference(handle.result(timeout=60).pixels, expected.pixels) <= 1
             assert sum(isinstance(event, Restarting) for event in culprit.events()) == 2
 
 
@@ -325,7 +327,7 @@ def test_failures_on_one_rank_are_answered_and_pass(
             bad = generator.submit(f"{name} ", seed=1, **FAST)
             with pytest.raises(error, match=match if ranks == 1 or error is RanksDiverged else rf"rank \d: {match}"):
                 bad.result(timeout=60)
-            assert np.abs(company.result(timeout=60).pixels.astype(int) - good.pixels).max() <= 1
+            assert level_difference(company.result(timeout=60).pixels, good.pixels) <= 1
         leader = psutil.Process(generator.ranks()[0].pid)
         leader.suspend()  # so that both are there when it goes on, and share steps: of a new size, that is always tried
         passing = [generator.submit(prompt, seed=1, **{**FAST, "width": 96}) for prompt in ("once ", "a")]
@@ -365,7 +367,7 @@ def test_a_rank_that_leaves_others_waiting_ends_its_request_alone(
         leaving, company = (generator.submit(prompt, seed=1, **FAST) for prompt in ("leaves ", "a"))
         with pytest.raises(GenerationError, match="rank 1: decode failed: RuntimeError: fault on purpose"):
             leaving.result(timeout=120)
-        assert np.array_equal(company.result(timeout=60).pixels, good.pixels)
+        assert level_difference(company.result(timeout=60).pixels, good.pixels) <= 1
         if collectives == "shared":
             with pytest.raises(RanksDiverged, match="rank 0: denoise: rank 1 does not take part"):
                 generator.generate("skips ", seed=1, timeout=60, **FAST)
@@ -449,7 +451,8 @@ def test_clients_that_vanish_and_come_back(listening: DiffGenerator, root: Path)
         wait_until(lambda: finished("done") == done + 1, 10, "its result is made")
         units = listening.status().units["decode"]
         proxy.mend()
-        assert np.array_equal(lost[1].result(timeout=20).pixels, expected)
+        # It may have shared steps with the other one.
+        assert level_difference(lost[1].result(timeout=20).pixels, expected) <= 1
         with pytest.raises(RequestCancelled, match="aborted by another client"):
             lost[0].result(timeout=20)
         assert all(any(isinstance(event, Restarting) for event in handle.events()) for handle in lost)
@@ -480,7 +483,7 @@ def test_results_outlive_the_ranks(listening: DiffGenerator) -> None:
         units = listening.status().units["decode"]
         proxy.mend()
         # It may have shared steps with the other one.
-        assert np.abs(done.result(timeout=20).pixels.astype(int) - expected).max() <= 1
+        assert level_difference(done.result(timeout=20).pixels, expected) <= 1
         with pytest.raises(RequestCancelled, match="aborted by another client"):
             aborted.result(timeout=20)
         status = listening.status()
