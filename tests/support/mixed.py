@@ -36,7 +36,7 @@ def faults(rank: int) -> str:
 
 def draw(generator: DiffGenerator) -> list[Any]:
     """The pixels of ``CASES``, one by one."""
-    return [generator.generate(**case).pixels.astype(int) for case in CASES]
+    return [generator.generate(**case).pixels for case in CASES]
 
 
 def check_same(handles: Sequence[GenerationHandle], alone: Sequence[Any]) -> None:
