@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffgen.api import DiffGenerator
-from diffgen.errors import DiffgenError
+from diffgen.errors import DiffgenError, QueueFull
 from diffgen.http import schema
 from diffgen.http.errors import HttpError, json_response
 from diffgen.http.service import Service, service_of
@@ -84,19 +84,21 @@ async def health_generate(request: Request) -> Response:
     service = service_of(request)
     generator = service.accepting()
     probe: Probe = request.app.state.probe
-    seconds = await probe.run(generator)
-    return json_response({"status": "ok", "seconds": round(seconds, 4)})
+    return json_response(await probe.run(generator))
 
 
 class Probe:
-    """At most one generation in flight; its success answers for all who ask within :data:`FRESH_S`."""
+    """At most one generation in flight; its success answers for all who ask within :data:`FRESH_S`.
+
+    Where the requests of others leave it no place, or no turn in time, their progress is the proof.
+    """
 
     def __init__(self) -> None:
-        self._running: asyncio.Task[float] | None = None
+        self._running: asyncio.Task[dict[str, Any]] | None = None
         self._ended = 0.0
 
-    async def run(self, generator: DiffGenerator) -> float:
-        """Seconds that it took. Raises :class:`HttpError`."""
+    async def run(self, generator: DiffGenerator) -> dict[str, Any]:
+        """What there is to tell: ok or busy, and in how many seconds that was found. Raises :class:`HttpError`."""
         old = self._running
         if old is None or (old.done() and (old.exception() or time.monotonic() - self._ended > FRESH_S)):
             self._running = asyncio.create_task(self._generate(generator))
@@ -104,16 +106,28 @@ class Probe:
         # One who leaves must not stop it for the others.
         return await asyncio.shield(self._running)
 
-    async def _generate(self, generator: DiffGenerator) -> float:
+    async def _generate(self, generator: DiffGenerator) -> dict[str, Any]:
         model, began = generator.model, time.monotonic()
         side = math.ceil(_PROBE_SIZE / model.size_multiple) * model.size_multiple
         few = {"num_inference_steps": model.least_steps, "num_frames": 1, "seed": 0}
         try:
-            async with asyncio.timeout(_PROBE_S):
-                await generator.agenerate("health", width=side, height=side, **few)
-        except TimeoutError:
-            raise HttpError(503, "unhealthy", f"no picture within {_PROBE_S:g} s", retry_after=_PROBE_S) from None
+            ticks = await _ticks(generator)
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    await generator.agenerate("health", width=side, height=side, **few)
+                found = "ok"
+            except (TimeoutError, QueueFull):
+                found = "busy" if await _ticks(generator) > ticks else ""
         except DiffgenError as error:
             raise HttpError(503, "unhealthy", error.public, retry_after=5) from None
+        if not found:
+            rule = f"no picture and no other request's unit of work within {_PROBE_S:g} s"
+            raise HttpError(503, "unhealthy", rule, retry_after=_PROBE_S)
         self._ended = time.monotonic()
-        return self._ended - began
+        return {"status": found, "seconds": round(self._ended - began, 4)}
+
+
+async def _ticks(generator: DiffGenerator) -> int:
+    """Units that the ranks have run. The answer itself comes between two of them."""
+    status = await asyncio.to_thread(generator.status, _PROBE_S)
+    return status.ticks

@@ -85,8 +85,9 @@ class Store:
             raise StartFailed(f"another server uses the folder {str(folder)!r}; {remedy}", code="data_in_use") from None
         self._lock = threading.Lock()
         self._reserve = folder / "reserve"
-        self._gone: set[str] = set()  # deleted jobs whose rows could not be
+        self._gone: set[str] = set()  # deleted jobs whose rows, or files, could not be
         self._places: dict[str, int] = {}  # of the jobs deleted last: a client may delete what it pages through
+        self._remove_halves()
         self._hold_back()
         try:
             self._db = sqlite3.connect(folder / "jobs.sqlite", check_same_thread=False, isolation_level=None)
@@ -157,19 +158,19 @@ class Store:
     def delete(self, job_id: str) -> bool:
         """Forget a job and its files. False where there is none.
 
-        While nothing can be written, not even into the space held back, it is forgotten in memory: gone for every
-        client, but a next server would find it.
+        While its file cannot be removed, or nothing can be written, not even into the space held back, it is forgotten
+        in memory: gone for every client, but a next server would find it.
         """
         if self.get(job_id) is None:
             return False
         self._gone.add(job_id)
-        self._remove_files(job_id)  # first: it makes room
         with contextlib.suppress(OutputError):
             self._forget_gone()
         return True
 
     def _forget_gone(self) -> None:
-        for job_id in list(self._gone):
+        gone = set(self._gone)
+        for job_id in gone - self._remove_files(*gone):  # first the files: that makes room
             try:
                 self._forget(job_id)
             except OutputError:
@@ -224,21 +225,48 @@ class Store:
     def path(self, name: str, extension: str) -> Path:
         return self.folder / f"{name}.{extension}"
 
-    def _remove_files(self, *media_ids: str) -> None:
-        gone = set(media_ids)
-        for path in self.folder.iterdir() if gone else ():
+    def _remove_files(self, *media_ids: str) -> set[str]:
+        """Returns the ids of which a file could not be removed; the log says why."""
+        gone, kept = set(media_ids), set()
+        for path in self._files() if gone else ():
             # What follows the id, which holds one "_", is a variant's name.
-            if "_".join(path.stem.split("_")[:2]) in gone:
-                path.unlink(missing_ok=True)
+            media_id = "_".join(path.stem.split("_")[:2])
+            if media_id in gone and not _removed(path):
+                kept.add(media_id)
+        return kept
+
+    def _files(self) -> list[Path]:
+        try:
+            return list(self.folder.iterdir())
+        except OSError as error:
+            logger.error("cannot list the files of jobs: %s", error)
+            return []
+
+    def _remove_halves(self) -> None:
+        """What a server that was killed has left of files that it was writing."""
+        for path in self._files():
+            if path.name.startswith((".video_", ".img_")) and files.is_temporary(path.name):
+                _removed(path)
 
     def sweep(self) -> None:
         """Remove files that have expired, and forget ids a day later."""
         self._forget_gone()
         now = time.time()
         for table in ("videos", "images"):
-            expired = self._all(f"SELECT id FROM {table} WHERE expires_at < ?", now)
-            self._remove_files(*(media_id for (media_id,) in expired))
-            self._all(f"DELETE FROM {table} WHERE expires_at < ?", now - _KNOWN_S)
+            expired = self._all(f"SELECT id, expires_at FROM {table} WHERE expires_at < ?", now)
+            kept = self._remove_files(*(media_id for media_id, _ in expired))
+            for media_id, expired_at in expired:
+                if expired_at < now - _KNOWN_S and media_id not in kept:
+                    self._all(f"DELETE FROM {table} WHERE id = ?", media_id)
+
+
+def _removed(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.error("cannot remove a file: %s", error)
+        return False
+    return True
 
 
 def _unstored(error: Exception) -> OutputError:

@@ -90,6 +90,11 @@ def write(folder: Path, stem: str, extension: str, save: Callable[[Path], None],
         temporary.unlink(missing_ok=True)
 
 
+def is_temporary(name: str) -> bool:
+    """Whether :func:`write` calls a file so while it is not whole, and for ever where the process is killed then."""
+    return re.fullmatch(r"\..+\.\d+-[0-9a-f]{8}\.\w+", name, flags=re.DOTALL) is not None
+
+
 def _name_without_clobbering(temporary: Path, folder: Path, stem: str, extension: str) -> Path:
     for number in itertools.count():
         target = folder / (f"{stem}.{extension}" if number == 0 else f"{stem}_{number}.{extension}")

@@ -218,8 +218,10 @@ def test_a_full_queue_is_told_with_a_time(http_server: Server) -> None:
     image = http_server.post(SMALL)
     assert (image.status_code, image.json()["error"]["code"]) == (503, "queue_full")
     began = time.monotonic()
-    assert http_server.http.get("/health").status_code == 200
+    assert [http_server.http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
     assert time.monotonic() - began < 2
+    probe = http_server.http.get("/health_generate")
+    assert (probe.status_code, probe.json()["status"]) == (200, "busy"), "a full queue that makes progress is health"
     for video in http_server.client().videos.list(limit=10):  # deleted while they are listed
         assert http_server.client().videos.delete(video.id).deleted
     assert http_server.http.get("/v1/videos").json()["data"] == []

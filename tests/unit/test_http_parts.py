@@ -322,6 +322,55 @@ def test_store(tmp_path: Path) -> None:
     again.close()
 
 
+KILLED = """
+import os, pathlib, sys
+from diffgen.media import files
+
+def save(path):
+    path.write_bytes(b"x")
+    os.kill(os.getpid(), 9)
+
+files.write(pathlib.Path(sys.argv[1]), "video_1_thumbnail", "webp", save)
+"""
+
+
+def test_halves_of_files_do_not_stay(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False).returncode == -9
+    (half,) = tmp_path.iterdir()
+    theirs = tmp_path / half.name.replace("video_1", "cat")
+    theirs.touch()  # another program's, which may be at it
+    store = Store(tmp_path)
+    assert (half.exists(), theirs.exists()) == (False, True)
+    store.close()
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of files that have expired and of one that is deleted. Once it can be removed, it is."""
+    store = Store(tmp_path)
+    for number in (1, 2):
+        store.add(job(number))
+        store.update(job(number, status="completed", expires_at=time.time() - 90_000))
+    (tmp_path / "video_1.mp4").mkdir()  # which nobody can unlink
+    for name in ("img_1_0.png", "img_2_0.png", "img_2_1.png"):
+        (tmp_path / name).mkdir() if name == "img_2_0.png" else (tmp_path / name).touch()
+    for number in (1, 2):
+        store.add_image(f"img_{number}", [], "image/png", time.time() - 90_000)
+    store.sweep()
+    assert sorted(path.name for path in tmp_path.glob("*_*")) == ["img_2_0.png", "video_1.mp4"]
+    assert "Is a directory: '" in caplog.text
+    assert [store.get("video_1") is None, store.get("video_2") is None] == [False, True]
+    assert [store.image("img_1") is None, store.image("img_2") is None] == [True, False]
+    assert store.delete("video_1")
+    assert store.get("video_1") is None, "gone for every client"
+    for name in ("img_2_0.png", "video_1.mp4"):
+        (tmp_path / name).rmdir()
+        (tmp_path / name).touch()
+    store.sweep()
+    assert list(tmp_path.glob("*_*")) == []
+    assert (store.page(None, 9, True), store.image("img_2")) == ([], None)
+    store.close()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 2 MB."""
