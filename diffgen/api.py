@@ -149,22 +149,27 @@ class DiffGenerator:
         replicas = [] if self.supervisor is None else self.supervisor.replicas()
         return [rank for ranks in replicas for rank in ranks]
 
-    def submit(self, prompt: str | SamplingParams | None = None, **sampling: Any) -> GenerationHandle:
+    def submit(
+        self, prompt: str | SamplingParams | None = None, *, age: float = 0.0, **sampling: Any
+    ) -> GenerationHandle:
         """Send one request and return at once.
 
-        ``sampling`` takes the fields of :class:`SamplingParams`; or give a whole one, from ``parse_params``.
+        ``sampling`` takes the fields of :class:`SamplingParams`; or give a whole one, from ``parse_params``. ``age`` is
+        how many seconds somebody has waited for it already: they count to its ``time_limit``.
 
         Raises :class:`InvalidRequest` for what can be known without the model; the rest comes by the handle.
         """
+        if not (isinstance(age, int | float) and 0 <= age < math.inf):
+            raise InvalidRequest(f"age is {age!r:.60}; it must be seconds, 0 or more", param="age")
         if isinstance(prompt, SamplingParams):
             if sampling:
                 raise InvalidRequest(f"{', '.join(sampling)} beside SamplingParams: put them into these")
             # Its constructor checks nothing, and what cannot be sent would end the connection.
-            return self._send(parse_params(msgspec.structs.asdict(prompt)))
-        return self._send(_params(prompt, sampling))
+            return self._send(parse_params(msgspec.structs.asdict(prompt)), age)
+        return self._send(_params(prompt, sampling), age)
 
-    def _send(self, params: SamplingParams) -> GenerationHandle:
-        handle = self._connection.submit(params)
+    def _send(self, params: SamplingParams, age: float = 0.0) -> GenerationHandle:
+        handle = self._connection.submit(params, age)
         handle.owner = self
         return handle
 

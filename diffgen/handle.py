@@ -53,13 +53,14 @@ class GenerationHandle:
     Awaiting it gives the result as well: ``result = await handle``.
 
     Attributes:
+        created: by the monotonic clock, since when somebody has waited for it.
         owner: for who has made it: what must not end before the request has.
     """
 
-    def __init__(self, params: SamplingParams, cancel: Callable[[str], None]) -> None:
+    def __init__(self, params: SamplingParams, cancel: Callable[[str], None], age: float = 0.0) -> None:
         self.id = uuid.uuid4().hex
         self.params = params
-        self.created = time.monotonic()
+        self.created = time.monotonic() - age
         self.owner: object = None
         self._cancel = cancel
         self._events: list[Event] = []

@@ -56,6 +56,14 @@ class Live:
     deleted: bool = False
     trace: Trace | None = None
 
+    def __post_init__(self) -> None:
+        self._since = time.monotonic() - max(0.0, time.time() - self.job.created_at)
+
+    @property
+    def age(self) -> float:
+        """Seconds that count to its time limit. The server's own limit is for what runs, and begins anew."""
+        return 0.0 if self.job.params.time_limit is None else time.monotonic() - self._since
+
     def note(self, event: Event) -> None:
         if isinstance(event, Accepted):
             self.ahead = event.ahead
@@ -178,7 +186,7 @@ class VideoJobs:
     async def _result(self, live: Live, generator: DiffGenerator) -> GenerationResult | None:
         """None where it was deleted meanwhile."""
         while not live.deleted:
-            handle = live.handle = generator.submit(live.job.params)
+            handle = live.handle = generator.submit(live.job.params, age=live.age)
             if live.trace is not None:
                 live.trace.follow(handle)
             async for event in handle.aevents():

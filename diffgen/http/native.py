@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from diffgen.errors import InvalidRequest
 from diffgen.handle import Event, Preview
 from diffgen.http import schema
 from diffgen.http.bodies import parse_json
@@ -29,6 +30,7 @@ from diffgen.params import parse_params
 from diffgen.request import OutputBatch, TensorHeader
 from diffgen.result import GenerationResult
 from diffgen.wire import codec, messages
+from diffgen.wire.http import AGE_HEADER
 
 router = APIRouter()
 
@@ -63,11 +65,20 @@ async def submit(request: Request) -> Response:
     generator = service.accepting()
     values = parse_json(await request.body())
     params = parse_params(values)
+    age = _age(request)
     note_params(request, params)
-    work = service.works.begin(request, values, lambda: service.followed(request, generator.submit(params)))
+    work = service.works.begin(request, values, lambda: service.followed(request, generator.submit(params, age=age)))
     exchange_of(request.scope).notes["generation"] = work.handle.id
     headers = {"x-generation-id": work.handle.id, "cache-control": "no-store"}
     return StreamingResponse(_messages(service.works, work, request), media_type=MEDIA_TYPE, headers=headers)
+
+
+def _age(request: Request) -> float:
+    given = request.headers.get(AGE_HEADER, "0")
+    try:
+        return float(given)
+    except ValueError:
+        raise InvalidRequest(f"{AGE_HEADER} is {given!r:.60}; it must be a number of seconds") from None
 
 
 async def _messages(works: Works, work: Work, request: Request) -> AsyncIterator[bytes | memoryview]:

@@ -112,10 +112,11 @@ class Connection:
         assert self._spec is not None
         return self._spec
 
-    def submit(self, params: SamplingParams) -> GenerationHandle:
-        """Send a request. Raises what ended the connection, if it has ended."""
-        handle = self._unanswered.begin(params, self.cancel)
-        self._outgoing.put(Submit(handle.id, params))
+    def submit(self, params: SamplingParams, age: float = 0.0) -> GenerationHandle:
+        """Send a request, for which somebody has waited ``age`` seconds. Raises what ended the connection, if it has
+        ended."""
+        handle = self._unanswered.begin(params, self.cancel, age)
+        self._outgoing.put(Submit(handle.id, params, age))
         return handle
 
     def cancel(self, request_id: str) -> None:

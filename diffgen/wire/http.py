@@ -37,6 +37,8 @@ _RETRY_S = 0.5
 # The server says every 15 s that it is still there.
 _SILENCE_S = 60.0
 _MAX_TENSOR = 2**40
+#: Seconds since a request was first sent, which count to its time limit.
+AGE_HEADER = "x-request-age"
 _CLOSE_S = 2.0  # for a server that hangs to say which requests are to be cancelled, and to cancel them
 
 
@@ -85,9 +87,10 @@ class HttpConnection:
                 self._model = spec.name
                 return spec
 
-    def submit(self, params: SamplingParams) -> GenerationHandle:
-        """Send a request. Raises what ended the connection, if it has ended."""
-        handle = self._unanswered.begin(params, self.cancel)
+    def submit(self, params: SamplingParams, age: float = 0.0) -> GenerationHandle:
+        """Send a request, for which somebody has waited ``age`` seconds. Raises what ended the connection, if it has
+        ended."""
+        handle = self._unanswered.begin(params, self.cancel, age)
         self._start(f"request-{handle.id}", self._run, handle)
         return handle
 
@@ -197,7 +200,8 @@ class HttpConnection:
 
     def _events(self, handle: GenerationHandle) -> Iterator[tuple[Any, bytes | None]]:
         values = {name: value for name, value in msgspec.structs.asdict(handle.params).items() if value is not None}
-        headers = {"content-type": "application/json", "idempotency-key": handle.id}
+        age = f"{time.monotonic() - handle.created:.3f}"
+        headers = {"content-type": "application/json", "idempotency-key": handle.id, AGE_HEADER: age}
         with self._http.stream("POST", "/v1/requests", content=json.dumps(values), headers=headers) as answer:
             if answer.status_code != 200:
                 answer.read()

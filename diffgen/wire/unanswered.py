@@ -28,10 +28,10 @@ class Unanswered:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def begin(self, params: SamplingParams, cancel: Callable[[str], None]) -> GenerationHandle:
-        """Wait for one more. Raises what has ended the connection."""
+    def begin(self, params: SamplingParams, cancel: Callable[[str], None], age: float) -> GenerationHandle:
+        """Wait for one more, which is ``age`` seconds old. Raises what has ended the connection."""
         self._check_process()  # before the lock, which a thread that is no more may hold there
-        handle = GenerationHandle(params, cancel)
+        handle = GenerationHandle(params, cancel, age)
         with self._lock:
             self.check()
             self._handles[handle.id] = handle

@@ -20,6 +20,8 @@ from http_server import LONG, SMALL, Server, serving
 from processes import DIFFGEN, leftovers, rank_processes, run_root, wait_until
 
 from diffgen.http.health import FRESH_S
+from diffgen.http.store import Job, Store
+from diffgen.params import SamplingParams
 
 pytestmark = pytest.mark.slow
 CLIP = {**SMALL, "num_frames": 5}
@@ -187,12 +189,17 @@ def test_a_life_with_deaths(tiny_wan: Path) -> None:
         data = str(root / "data")
         arguments = (str(tiny_wan), "--data-path", data, "--log-format", "json", "--media-ttl", "4")
         arguments += ("--shutdown-timeout", "4", "--otlp-traces-endpoint", collector.url)
+        late = left_by_an_earlier_server(root / "data")
         with serving(root, *arguments, ready=False) as server:
             loading = server.http.get("/ready")
             assert (loading.status_code, loading.headers["retry-after"]) == (503, "5")
             assert server.http.get("/health").json() == {"status": "loading"}
             assert server.post(SMALL).json()["error"]["code"] == "loading"
             server.wait_ready()
+            wait_until(lambda: status(server, late) == "failed", 20, "its time was over before it could run")
+            error = server.http.get(f"/v1/videos/{late['id']}").json()["error"]
+            assert error["code"] == "deadline_exceeded"
+            assert "time_limit of 60 s" in error["message"]
             caller = {"traceparent": f"00-{CALLER}-{SPAN}-01"}
             job = server.post({**CLIP, "num_inference_steps": 300}, "/v1/videos", headers=caller).json()
             waiting: list[httpx2.Response] = []
@@ -227,11 +234,20 @@ def test_a_life_with_deaths(tiny_wan: Path) -> None:
         the_clip_stays_in_its_callers_trace(collector)
 
 
+def left_by_an_earlier_server(data: Path) -> dict[str, str]:
+    """A clip that was to be done within a minute, and came two minutes ago."""
+    params = SamplingParams(prompt="a", width=64, height=64, num_frames=5, num_inference_steps=900, time_limit=60.0)
+    store = Store(data)
+    job = Job(id="video_late", model="tiny-wan", params=params, created_at=time.time() - 120)
+    store.add(job)
+    store.close()
+    return {"id": job.id}
+
+
 def the_clip_stays_in_its_callers_trace(collector: Collector) -> None:
     """The server that was killed could send no span; the next one sent those of its own run."""
-    (clip,) = (span for span in collector.spans if values(span).get("diffgen.attempt"))
+    (clip,) = (span for span in collector.spans if values(span).get("diffgen.attempt") == 2)
     assert (clip.trace_id.hex(), clip.parent_span_id.hex()) == (CALLER, SPAN)
-    assert values(clip)["diffgen.attempt"] == 2
     parts = [span for span in collector.spans if span.parent_span_id == clip.span_id]
     assert [part.name for part in parts] == ["queue", "encode", "timesteps", "latents", "denoise", "decode", "send"]
     assert {part.trace_id.hex() for part in parts} == {CALLER}

@@ -34,6 +34,7 @@ class Slow(http.server.ThreadingHTTPServer):
         self.may_cancel.set()
         self.cancels: list[str] = []
         self.events: list[Event] = []
+        self.ages: list[float] = []  # that requests told of themselves
         self.refusals = 0  # so many requests are answered as a proxy does while its server is away
 
 
@@ -43,6 +44,7 @@ class _Handler(Quiet):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
+        self.server.ages.append(float(self.headers["x-request-age"]))
         if self.server.refusals:
             self.server.refusals -= 1
             self.send_response(502)
@@ -162,6 +164,10 @@ def test_a_proxy_whose_server_is_away_is_asked_again(slow: Slow) -> None:
     with pytest.raises(QueueFull):
         connection.submit(SamplingParams(prompt="a")).result(10)
     assert slow.refusals == 0
+    assert slow.ages[0] < 0.5 <= slow.ages[1], "its time limit goes on"
+    with pytest.raises(QueueFull):
+        connection.submit(SamplingParams(prompt="a"), age=70).result(10)
+    assert 70 <= slow.ages[2] < 71
     connection.close()
 
 
