@@ -19,7 +19,7 @@ import shapes_scene as scenes
 import shapes_scorer as scorer
 from http_server import Server, serving
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from processes import leftovers, run_root, wait_until
 
 from diffgen import DiffGenerator
@@ -181,6 +181,30 @@ def test_generate_watch_cancel_and_play(bundled_server: Server, page: Page) -> N
     page.locator("article").first.get_by_role("button", name="Remove").click()
     expect(page.locator("article")).to_have_count(0)
     assert bundled_server.http.get("/v1/videos").json()["data"] == []
+
+
+def test_a_clip_that_is_cancelled_before_it_is_a_job(bundled_server: Server, page: Page) -> None:
+    """As on a slow line: the answer that tells the job's id comes after the cancel, or after the card was removed."""
+    page.goto(bundled_server.url)
+    expect(page.locator("#state")).to_have_text("shapes is ready")
+    held: list[Route] = []
+    ask = bundled_server.http.get
+    page.route("**/v1/videos", lambda route: held.append(route))
+    page.get_by_label("Clip", exact=True).check()
+    for name in ("Cancel", "Remove"):
+        generate(page, "a", Steps=900, Frames=81)
+        card = page.locator("article").first
+        card.get_by_role("button", name=name).click()
+        wait_until(lambda: page.evaluate("1") and held, 10, "it is on its way")
+        answer = held[-1].fetch()
+        assert answer.json()["status"] == "queued"
+        held.pop().fulfill(response=answer)
+        if name == "Cancel":
+            expect(card.locator(".error")).to_have_text("Cancelled.")
+            card.get_by_role("button", name="Remove").click()
+        expect(page.locator("article")).to_have_count(0)
+        wait_until(lambda: page.evaluate("1") and ask("/v1/videos").json()["data"] == [], 10, "the job is deleted")
+        wait_until(lambda: ask("/v1/status").json()["requests"] == [], 10, "the work has stopped")
 
 
 def test_phone_and_keyboard(bundled_server: Server, page: Page) -> None:

@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.datastructures import FormData, Headers
 
+from diffgen.api import DiffGenerator
 from diffgen.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -156,6 +157,23 @@ def test_a_server_ends_where_one_of_its_tasks_fails(tmp_path: Path) -> None:
     server = _Server(service, create_app(service, ()))
     with listen(args) as listener, pytest.raises(ServerError, match=r"the server failed: TypeError: .*limits"):
         asyncio.run(server.work(listener, Limits(), {"limits": Limits()}))
+    service.close()
+
+
+def test_no_job_is_taken_while_those_of_a_former_server_are_looked_up(tmp_path: Path) -> None:
+    """It would be one of them, and run twice."""
+    service, generator = Service(HttpArgs(), Limits(), Store(tmp_path)), cast(DiffGenerator, object())
+
+    async def check() -> None:
+        with service.store._lock:  # for which the look-up waits
+            opening = asyncio.create_task(service.open(generator))
+            await asyncio.sleep(0.1)
+            with pytest.raises(HttpError, match="being loaded"):
+                service.accepting()
+        await opening
+        assert service.accepting() is generator
+
+    asyncio.run(check())
     service.close()
 
 
