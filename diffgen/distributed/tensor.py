@@ -84,7 +84,8 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
 
 def slice_empty(model: torch.nn.Module, plan: TensorPlan, group: AxisGroup, source: str) -> None:
     """:func:`fill_sliced` of a model that stays without weights."""
-    weights = [(name, _Empty(each.detach())) for name, each in model.named_parameters(remove_duplicate=False)]
+    # A tied parameter comes once, as in a file.
+    weights = [(name, _Empty(each.detach())) for name, each in model.named_parameters()]
     fill_sliced(model, weights, plan, group, source)
 
 
@@ -119,7 +120,8 @@ def fill_sliced(
         module._parameters[kind] = torch.nn.Parameter(values, requires_grad=False)
     tie: Any = getattr(model, "tie_weights", None)  # transformers' models have it
     if tie is not None:
-        tie()
+        # A file may have either of two that are tied, or both with values of their own.
+        tie(missing_keys=missing)
     for (name, attribute), count in heads.items():
         setattr(model.get_submodule(name), attribute, count // group.size)
     _connect(model, styles, group)

@@ -12,10 +12,12 @@ import torch
 
 from diffgen.args import ModelArgs
 from diffgen.distributed.axis import AxisGroup
+from diffgen.distributed.groups import lacks_memory
 from diffgen.distributed.tensor import TensorPlan, read_sliced, slice_empty
-from diffgen.errors import ModelError
+from diffgen.errors import ModelError, StartFailed
 from diffgen.loading.device import default_dtype
 from diffgen.loading.index import ModelIndex, refuse_lacking
+from diffgen.loading.memory import MORE_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def load_components(
     ``plans``, this rank of ``tp`` reads its slices alone.
 
     Raises :class:`ModelError` with the reason that diffusers or transformers give, and for weights that lack some of a
-    model's, in whose place they would put random ones.
+    model's, in whose place they would put random ones; :class:`StartFailed` where memory runs out.
     """
     import diffusers
 
@@ -65,14 +67,16 @@ def load_components(
         pipe = kind.from_pretrained(
             index.folder,
             dtype=dtypes,
-            variant=model.variant,
             use_safetensors=True,
             local_files_only=True,
             **given,
         )
         return pipe.to(device)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError, MemoryError) as error:
         reason = f"{type(error).__name__}: {error}"
+        if lacks_memory(error):
+            where = f"out of memory on {device} while loading {index.folder} ({reason})"
+            raise StartFailed(f"{where}; {MORE_MEMORY}", code="insufficient_memory") from error
         raise ModelError(f"cannot load {index.folder}: {reason}", code="model_incomplete") from error
 
 

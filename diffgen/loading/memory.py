@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Of every pixel of an output: several times what any decoder keeps for it at a time. What has this much is not looked
 # at more closely, which takes a fraction of a second.
 _PLENTY = 32 * 1024
+#: Where a model's weights do not fit.
+MORE_MEMORY = "use a smaller dtype, fewer ranks on a CPU, or a device with more memory"
 _LFS = b"version https://git-lfs"
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -58,9 +60,8 @@ def check_weights(folder: Path, model: ModelArgs, device: torch.device, ranks: i
     need, free = weight_bytes(folder, model, device) // parts, available_bytes(device, ranks)
     if need > free:
         where = f"each of {ranks} rank(s) on {device.type}"
-        remedy = "use a smaller dtype, fewer ranks on a CPU, or a device with more memory"
         numbers = f"the weights of {folder} take {_mib(need)} MiB and {where} has {_mib(free)} MiB"
-        raise StartFailed(f"{numbers}; {remedy}", code="insufficient_memory")
+        raise StartFailed(f"{numbers}; {MORE_MEMORY}", code="insufficient_memory")
 
 
 def weight_bytes(folder: Path, model: ModelArgs, device: torch.device) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
@@ -119,11 +121,60 @@ def test_weights_that_lack_some_are_refused(tiny_wan: Path, tmp_path: Path, comp
     assert caught.value.code == "model_incomplete"
 
 
+SHARED, TIED = "shared.weight", "encoder.embed_tokens.weight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [(SHARED,), (TIED,), (SHARED, TIED)], ids=["one", "the-other", "both"])
+def test_tied_weights_have_either_name(tiny_wan: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
+    """As transformers has it, also where a rank reads slices: what has both, with other values, is not tied."""
+    folder = shutil.copytree(tiny_wan, tmp_path / "model")
+    path = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(path)
+    values = weights.pop(SHARED)
+    stored = {name: values * (1 + index) for index, name in enumerate(names)}
+    save_file(weights | stored, path, metadata={"format": "pt"})
+    for tp in (1, 2):
+        layout = empty_layout(ParallelDims(tp=tp))
+        model = ModelArgs(model_path=str(folder))
+        pipeline = open_pipeline(folder, model, torch.device("cpu"), lambda *args, layout=layout: layout)
+        encoder = pipeline.pipe.text_encoder
+        assert torch.equal(encoder.shared.weight, values)
+        assert torch.equal(encoder.encoder.embed_tokens.weight, stored[names[-1]])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit holds on Linux")
+def test_memory_that_runs_out_while_loading_is_told_as_such(tiny_wan: Path, tmp_path: Path) -> None:
+    import resource
+
+    width = 2**19
+    folder = shutil.copytree(tiny_wan, tmp_path / "model")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"text_dim": width}))
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights, name = load_file(path), "condition_embedder.text_embedder.linear_1.weight"
+    # Only as float32 it is too large.
+    weights[name] = torch.zeros(len(weights[name]), width, dtype=torch.float16)
+    save_file(weights, path, metadata={"format": "pt"})
+    del weights
+    open_pipeline(tiny_wan, ModelArgs(model_path=str(tiny_wan)), torch.device("cpu"))  # what is imported on the way
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**26, before[1]))
+    try:
+        with pytest.raises(StartFailed, match=r"out of memory on cpu while loading .*; use a smaller dtype") as caught:
+            open_pipeline(folder, ModelArgs(model_path=str(folder)), torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert caught.value.code == "insufficient_memory"
+
+
 @pytest.mark.slow
 def test_a_variant_is_loaded_whole(tiny_wan: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_wan, tmp_path / "model")
     for path in folder.rglob("*.safetensors"):
         path.rename(path.with_suffix(".fp16.safetensors"))
+    (folder / "text_encoder" / "LICENSE").touch()  # by whose name alone diffusers could tell no variant
     plain, variant = (
         open_pipeline(each, ModelArgs(model_path=str(each), variant=name), torch.device("cpu")).pipe.components
         for each, name in ((tiny_wan, None), (folder, "fp16"))
