@@ -21,9 +21,11 @@ from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
 from diffgen.params import BATCH_FIELDS, Limits, ModelSpec, SamplingParams, is_guided, parse_params, resolve
 from diffgen.request import Req
+from diffgen.worker.context import StageContext
 from pipelines.parallel import denoiser_abilities, sliced_components, split_models
 from stages.base import PipelineStage
 from stages.decode import DecodingStage
+from stages.denoise import DenoisingStage, step
 from stages.preview import Previewer, make_previewer
 
 
@@ -63,7 +65,9 @@ class ComposedPipelineBase(abc.ABC):
             self.preview = None if device.type == "meta" else make_previewer(whole)
             if device.type == "meta" or self.preview is not None:
                 self.spec = msgspec.structs.replace(self.spec, takes=(*self.spec.takes, "preview_every"))
-        _check_defaults(index, self.spec)
+        defaults = _check_defaults(index, self.spec)
+        if device.type != "meta":
+            _check_scheduler(index, self.stages, Req("check", defaults), device)
 
     @classmethod
     def load(
@@ -160,10 +164,33 @@ class ComposedPipelineBase(abc.ABC):
         return is_guided(req.params, self.spec)
 
 
-def _check_defaults(index: ModelIndex, spec: ModelSpec) -> None:
-    """Raises :class:`ModelError` for defaults that the model would refuse if a request asked for them."""
+def _check_defaults(index: ModelIndex, spec: ModelSpec) -> SamplingParams:
+    """The model's defaults. Raises :class:`ModelError` for those that it would refuse if a request asked for them."""
     unlimited = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
     try:
-        resolve(parse_params({"prompt": "", **spec.defaults}), spec, unlimited)
+        return resolve(parse_params({"prompt": "", **spec.defaults}), spec, unlimited).params
     except InvalidRequest as error:
         raise ModelError(f"a default of {index.folder} (diffgen.json, or its family's): {error}") from None
+
+
+def _check_scheduler(index: ModelIndex, stages: Sequence[PipelineStage], req: Req, device: torch.device) -> None:
+    """Let the folder's scheduler take a step from a request's first latents, without the denoiser.
+
+    Raises :class:`ModelError` where it cannot: every request would fail.
+    """
+    if not any(isinstance(stage, DenoisingStage) for stage in stages):
+        return
+    context = StageContext(device, lambda predict, rows: predict(rows))
+    try:
+        with torch.inference_mode():
+            for stage in stages:
+                if stage.prepares:
+                    stage.run([req], context)[0].apply(req)
+            assert req.latents is not None
+            step(req, req.scheduler, torch.zeros_like(req.latents))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        own = (index.components.get("scheduler") or ("", "?"))[1]
+        name = own if req.scheduler is None else type(req.scheduler).__name__
+        rule = f"its scheduler, {name}, cannot drive a {index.pipeline_class} ({type(error).__name__}: {error})"
+        remedy = "put another one into its folder scheduler/ and into model_index.json"
+        raise ModelError(f"cannot serve {index.folder}: {rule}; {remedy}", code="unsupported_model") from error

@@ -58,7 +58,7 @@ class DenoisingStage(PipelineStage):
         updates = []
         for index, (req, scheduler) in enumerate(zip(reqs, schedulers, strict=True)):
             mine = [prediction for owner, prediction in zip(owners, predictions, strict=True) if owner == index]
-            updates.append(_step(req, scheduler, self.family.guide(mine, req)))
+            updates.append(step(req, scheduler, self.family.guide(mine, req)))
         return updates
 
     def _rows(self, req: Req, scheduler: Any) -> list[Row]:
@@ -82,13 +82,14 @@ class DenoisingStage(PipelineStage):
         return list(torch.split(self.family.denoise(latents, timesteps, branch, key), sizes))
 
 
-def _step(req: Req, scheduler: Any, prediction: torch.Tensor) -> Update:
+def step(req: Req, scheduler: Any, prediction: torch.Tensor) -> Update:
     """The request's latents after a step of ``scheduler``, its own copy."""
     assert req.timesteps is not None
     generators = tuple(generator.clone_state() for generator in req.generators)
-    options: dict[str, Any] = {}
-    if "generator" in inspect.signature(scheduler.step).parameters:
-        options["generator"] = list(generators)
+    # As diffusers' pipelines do: TCD's own default adds noise.
+    options = {"generator": list(generators), "eta": 0.0}
+    takes = inspect.signature(scheduler.step).parameters
+    options = {name: value for name, value in options.items() if name in takes}
     latents = scheduler.step(prediction, req.timesteps[req.unit], req.latents, return_dict=False, **options)[0]
     return Update(latents=latents, scheduler=scheduler, generators=generators)
 

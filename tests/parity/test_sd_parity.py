@@ -5,10 +5,12 @@ Schedulers are given to diffusers as its pages have it: ``from_config`` of the f
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import parity
 import pytest
 from diffusers import UNet2DConditionModel
@@ -95,6 +97,19 @@ def test_schedulers_by_class_have_the_settings_of_the_folder(oracle: Oracle, loc
     cases = [TINY | {"scheduler": name, "num_inference_steps": 3} for name in names]
     for case, reference in zip(cases, oracle.run_all(local.folder, cases), strict=True):
         parity.check(reference, *local.pixels(case), {})
+
+
+@pytest.mark.parametrize("name", ["LCMScheduler", "TCDScheduler"])
+def test_a_scheduler_of_the_folder_alone_equals_diffusers(
+    oracle: Oracle, local: Local, tmp_path: Path, name: str
+) -> None:
+    """Of those that no request can name."""
+    copy = Path(shutil.copytree(local.folder, tmp_path / "model"))
+    getattr(diffusers, name).from_config(local.pipeline.pipe.scheduler.config).save_pretrained(copy / "scheduler")
+    index = json.loads((copy / "model_index.json").read_text())
+    (copy / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", name]}))
+    case = TINY | {"n": 2}
+    parity.check(oracle.run(local.folder, case | {"scheduler": name}), *Local.load(copy).pixels(case), {})
 
 
 def test_samplers_with_noise_keep_each_output_apart(local: Local) -> None:

@@ -170,6 +170,26 @@ def test_memory_that_runs_out_while_loading_is_told_as_such(tiny_wan: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("CogVideoXDPMScheduler", "missing 2 required positional arguments: 'timestep_back' and 'sample'"),
+        ("DDIMScheduler", "prediction_type given as flow_prediction must be one of"),
+    ],
+)
+def test_a_scheduler_that_cannot_drive_the_model_is_refused(
+    tiny_wan: Path, tmp_path: Path, name: str, reason: str
+) -> None:
+    folder = shutil.copytree(tiny_wan, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", name]}))
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"prediction_type": "flow_prediction"}))
+    with pytest.raises(ModelError, match=rf"its scheduler, {name}, cannot drive a WanPipeline .*{reason}") as caught:
+        open_pipeline(folder, ModelArgs(model_path=str(folder)), torch.device("cpu"))
+    assert caught.value.code == "unsupported_model"
+
+
+@pytest.mark.slow
 def test_a_variant_is_loaded_whole(tiny_wan: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_wan, tmp_path / "model")
     for path in folder.rglob("*.safetensors"):
