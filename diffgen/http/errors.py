@@ -79,7 +79,7 @@ def from_diffgen(error: DiffgenError) -> HttpError:
     if isinstance(error, WorkerDied) and error.retryable:
         status = 503
     kind = "rate_limit_error" if isinstance(error, QueueFull) else None
-    again = (error.retry_after or RETRY_S) if status == 503 else None
+    again = (error.retry_after or RETRY_S) if status == 503 or error.retryable else None
     return HttpError(status, error.code, error.public, kind=kind, param=error.param, retry_after=again)
 
 

@@ -92,7 +92,8 @@ class Access:
     def check(self, path: str, headers: Headers) -> None:
         """Raises :class:`HttpError`."""
         host = headers.get("host", "")
-        if self._hosts is not None and _without_port(host) not in self._hosts:
+        # Every browser tells a name; a balancer's probe in HTTP/1.0 need not.
+        if host and self._hosts is not None and _without_port(host) not in self._hosts:
             remedy = "use localhost, or start the server with allowed_hosts"
             raise HttpError(403, "host_not_allowed", f"this server is not called {host!r:.100}; {remedy}")
         origin = headers.get("origin")
@@ -130,9 +131,6 @@ class Guard:
         self._app, self._access, self._max_body, self._observe = app, access, max_body, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         exchange = Exchange(f"req_{uuid.uuid4().hex}", time.monotonic(), scope["method"])
         scope.setdefault("state", {})["exchange"] = exchange
         headers = Headers(scope=scope)

@@ -162,7 +162,8 @@ def check_image(params: SamplingParams, options: ImageOptions) -> SamplingParams
         refuse("background", "background transparent: no model here draws alpha; use opaque or auto")
     if options.partial_images and not options.stream:
         refuse("partial_images", f"partial_images {options.partial_images} without stream; give stream=true")
-    if options.output_format in (None, "png") and options.output_compression is not None:
+    # 100 is OpenAI's default, and true of png.
+    if options.output_format in (None, "png") and options.output_compression not in (None, 100):
         rule = "only jpeg and webp have a quality; leave it out, or give output_format=jpeg or webp"
         refuse("output_compression", f"output_compression {options.output_compression} with png: {rule}")
     _check_sides(params, options.output_format or "png")

@@ -26,6 +26,9 @@ from diffgen.params import Limits
 logger = logging.getLogger("diffgen.http")
 
 _POLL_S = 0.1
+# Longer than proxies and clients keep a connection: who ends it first must not be this side, which would reset what the
+# other has just sent.
+_IDLE_S = 75
 # After SIGTERM or a failure: for answers that are on their way.
 _LAST_WORDS_S = 5
 
@@ -57,8 +60,8 @@ class _Server(uvicorn.Server):
     def __init__(self, service: Service, app: Any) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", server_header=False,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+                timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=_LAST_WORDS_S,
             )
         )  # fmt: skip
         self._service = service

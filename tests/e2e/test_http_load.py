@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -94,12 +95,21 @@ def test_many_clients(http_server: Server) -> None:
 
     prober = threading.Thread(target=probe)
     prober.start()
+    idle = socket.create_connection(("127.0.0.1", int(http_server.url.rpartition(":")[2])))
+    request = b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    idle.sendall(request)
+    began = time.monotonic()
+    assert b" 200 OK" in idle.recv(1000)
     try:
         first, second = wave(range(64)), wave(range(64, 128))
     finally:
         stop.set()
         prober.join()
     assert outcomes["left"] == 16
+    time.sleep(max(0.0, 6 - (time.monotonic() - began)))
+    with idle:  # as a proxy would use it again
+        idle.sendall(request)
+        assert b" 200 OK" in idle.recv(1000)
     assert outcomes[200] + outcomes[400] + outcomes[503] == 112, outcomes
     assert outcomes[200] > 0
     assert 0 < outcomes[400] <= 16, "a full queue is told before what is wrong"

@@ -63,6 +63,7 @@ from diffgen.wire.messages import Progress
         (InvalidRequest("x"), 400, None),
         (QueueFull("x", retry_after=7), 503, "7"),
         (DeadlineExceeded("x"), 504, None),
+        (DeadlineExceeded("x", retryable=True, retry_after=3), 504, "3"),
         (OutOfMemory("x"), 500, None),
         (NanOutput("x"), 500, None),
         (OutputError("x"), 507, None),
@@ -220,6 +221,7 @@ def test_split() -> None:
     many = split({"prompt": "a", **dict.fromkeys(map(str, range(500)))}, ImageOptions, ignore_unknown=True)[2]
     assert (len(many), many[-1]) == (21, "480 further parameters have no effect: they are not known")
     assert check_image(params, options).num_frames == 1
+    check_image(params, ImageOptions(output_compression=100))  # of png, which loses nothing
     webp = ImageOptions(output_format="webp")
     for size in ({"size": "16384x64"}, {"height": 16384}):
         with pytest.raises(InvalidRequest, match="webp holds at most 16383 pixels a side"):
@@ -264,6 +266,7 @@ def test_access() -> None:
     assert code("/v1/models", authorization="Bearer k") == "invalid_api_key"
     assert code("/health") is None
     assert code("/health", host="evil.example") == "host_not_allowed"
+    assert code("/health", host="") is None, "as HTTP/1.0 has it"
     assert code("/health", origin="http://evil.example") == "origin_not_allowed"
     assert code("/health", origin="http://localhost:8000") is None
     assert code("/health", origin="https://ours.example") is None
