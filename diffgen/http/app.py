@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -23,14 +22,16 @@ from diffgen.http.service import Service, service_of
 from diffgen.http.work import client_left
 
 metrics_router = APIRouter()
+_STATUS_S = 2.0
 
 
 @metrics_router.get("/metrics", **schema.gives_text("text/plain"))
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     service = service_of(request)
-    text = await asyncio.to_thread(service.metrics.text, service.generator)
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    generator = service.generator
+    status = None if generator is None else await service.statuses.within(_STATUS_S, generator)
+    return Response(service.metrics.text(generator, status), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def create_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:

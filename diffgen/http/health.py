@@ -110,24 +110,23 @@ class Probe:
         model, began = generator.model, time.monotonic()
         side = math.ceil(_PROBE_SIZE / model.size_multiple) * model.size_multiple
         few = {"num_inference_steps": model.least_steps, "num_frames": 1, "seed": 0}
+        ticks, found = _ticks(generator), "ok"
         try:
-            ticks = await _ticks(generator)
-            try:
-                async with asyncio.timeout(_PROBE_S):
-                    await generator.agenerate("health", width=side, height=side, **few)
-                found = "ok"
-            except (TimeoutError, QueueFull):
-                found = "busy" if await _ticks(generator) > ticks else ""
+            async with asyncio.timeout(_PROBE_S):
+                await generator.agenerate("health", width=side, height=side, **few)
+        except QueueFull:
+            found = "busy"  # which the ranks say between two units of work
+        except TimeoutError:
+            if _ticks(generator) <= ticks:
+                rule = f"no picture, and no unit of another request, within {_PROBE_S:g} s"
+                raise HttpError(503, "unhealthy", rule, retry_after=_PROBE_S) from None
+            found = "busy"
         except DiffgenError as error:
             raise HttpError(503, "unhealthy", error.public, retry_after=5) from None
-        if not found:
-            rule = f"no picture and no other request's unit of work within {_PROBE_S:g} s"
-            raise HttpError(503, "unhealthy", rule, retry_after=_PROBE_S)
         self._ended = time.monotonic()
         return {"status": found, "seconds": round(self._ended - began, 4)}
 
 
-async def _ticks(generator: DiffGenerator) -> int:
-    """Units that the ranks have run. The answer itself comes between two of them."""
-    status = await asyncio.to_thread(generator.status, _PROBE_S)
-    return status.ticks
+def _ticks(generator: DiffGenerator) -> int:
+    """Units that the ranks had run when they last gave a sign of life, as they do each second."""
+    return sum(rank.heartbeat.tick for rank in generator.ranks() if rank.heartbeat is not None)

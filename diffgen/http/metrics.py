@@ -13,16 +13,14 @@ from prometheus_client.registry import Collector
 
 import diffgen
 from diffgen.api import DiffGenerator
-from diffgen.errors import DiffgenError
 from diffgen.handle import Event, GenerationHandle
 from diffgen.result import GenerationResult
-from diffgen.wire.messages import Failed
+from diffgen.wire.messages import Failed, Status
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # Up to most of an hour: clips take long.
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
-_STATUS_S = 2.0
 
 
 class Metrics:
@@ -92,10 +90,10 @@ class Metrics:
 
         handle.subscribe(note)
 
-    def text(self, generator: DiffGenerator | None) -> bytes:
-        """The exposition. Asks the ranks, so it may take a moment: not for the event loop."""
+    def text(self, generator: DiffGenerator | None, status: Status | None) -> bytes:
+        """The exposition, with what the ranks have said last, if they have."""
         live = CollectorRegistry()
-        live.register(_Live(generator))
+        live.register(_Live(generator, status))
         return generate_latest(self._registry) + generate_latest(live)
 
 
@@ -105,11 +103,11 @@ _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"
 class _Live(Collector):
     """What the ranks say now."""
 
-    def __init__(self, generator: DiffGenerator | None) -> None:
-        self._generator = generator
+    def __init__(self, generator: DiffGenerator | None, status: Status | None) -> None:
+        self._generator, self._status = generator, status
 
     def collect(self) -> Iterable[Metric]:
-        generator = self._generator
+        generator, status = self._generator, self._status
         name = "" if generator is None else generator.model.name
         yield _gauge("diffgen_model_loaded", "Whether the model takes requests.", {name: float(generator is not None)})
         if generator is None:
@@ -122,9 +120,7 @@ class _Live(Collector):
         yield _gauge(
             "diffgen_worker_last_heartbeat_timestamp_seconds", "When a rank last told that it lives.", seen, "rank"
         )
-        try:
-            status = generator.status(_STATUS_S)
-        except DiffgenError:
+        if status is None:
             return  # the ranks are being started again
         yield _gauge("diffgen_requests_running", "Requests in work.", {name: status.running})
         yield _gauge("diffgen_requests_queued", "Requests that wait.", {name: status.queued})

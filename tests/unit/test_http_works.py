@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wire_server
 from starlette.requests import Request
 
-from diffgen.errors import OutputError, RequestCancelled
+from diffgen import DiffGenerator
+from diffgen.errors import ConnectionFailed, OutputError, RequestCancelled
 from diffgen.handle import GenerationHandle
 from diffgen.http.metrics import Metrics
+from diffgen.http.status import Statuses
 from diffgen.http.store import Job, Store
 from diffgen.http.work import Work, Works
-from diffgen.params import SamplingParams
+from diffgen.params import ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
-from diffgen.wire.messages import Failed
+from diffgen.wire.messages import Failed, GetStatus, Status
 
 
 class Submissions:
@@ -87,7 +90,7 @@ def test_each_generation_is_counted_once() -> None:
     error = RequestCancelled("x")
     given_up.publish(Failed(given_up.id, error.info()), error)
     clip.publish(GenerationResult(id=clip.id, params=params, seeds=(1,), model="m"))
-    told = metrics.text(None).decode()
+    told = metrics.text(None, None).decode()
     for line in (
         'diffgen_requests_total{model="m",status="ok",task="image"} 1.0',
         'diffgen_requests_total{model="m",status="request_cancelled",task="image"} 1.0',
@@ -97,6 +100,30 @@ def test_each_generation_is_counted_once() -> None:
         'diffgen_denoise_steps_total{model="m"} 3.0',
     ):
         assert line in told
+
+
+def test_a_long_unit_of_work_leaves_the_last_status_to_those_who_ask(tmp_path: Path, model: ModelSpec) -> None:
+    """And only one question waits for its end, however many they are."""
+    ranks = wire_server.Server(f"ipc://{tmp_path}/s", model, wire_server.ignore)
+    ranks.status = Status((), {}, 1, 1.0, 0, 7, {}, {}, 0.1, {}, 0, {})
+
+    def asked() -> int:
+        return sum(isinstance(message, GetStatus) for message in ranks.seen)
+
+    async def check(generator: DiffGenerator) -> None:
+        statuses = Statuses()
+        told, ranks.status = await statuses.next(generator), None
+        assert told.running == 7
+        waiting = [asyncio.create_task(statuses.next(generator)) for _ in range(30)]
+        assert await statuses.within(0.1, generator) == told
+        assert asked() == 2
+        await asyncio.to_thread(ranks.close)
+        assert await statuses.within(9, generator) is None, "it was of ranks that have gone"
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(each) for each in ended} == {ConnectionFailed}
+
+    with DiffGenerator.connect(f"ipc://{tmp_path}/s") as generator:
+        asyncio.run(check(generator))
 
 
 def test_of_an_answer_whose_files_do_not_fit_none_is_kept(tmp_path: Path) -> None:
