@@ -89,6 +89,10 @@ def internal_error() -> HttpError:
     return HttpError(500, "internal_error", rule, headers={"connection": "close"})
 
 
+def shutting_down() -> HttpError:
+    return HttpError(503, "shutting_down", "the server is stopping and takes nothing new", retry_after=10)
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """In ASCII, which holds whatever text a client has sent; NaN cannot get in."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))

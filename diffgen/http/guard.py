@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import FileResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diffgen.http.errors import HttpError
+from diffgen.http.errors import HttpError, shutting_down
 from diffgen.http.traces import Trace
 
 logger = logging.getLogger("diffgen.http")
@@ -143,14 +143,21 @@ class Guard:
                 _mark(MutableHeaders(scope=message), exchange, headers.get("x-request-id"))
             await send(message)
 
+        async def refuse(error: HttpError) -> None:
+            exchange.notes["code"] = error.code
+            await error.response()(scope, receive, send_marked)
+
         try:
             self._access.check(scope["path"], headers)
             limited = _limited(receive, headers, self._max_body)
         except HttpError as error:
-            exchange.notes["code"] = error.code
-            await error.response()(scope, receive, send_marked)
+            await refuse(error)
         else:
-            await self._app(asked, limited, send_marked)
+            try:
+                await self._app(asked, limited, send_marked)
+            except asyncio.CancelledError:  # by a server that ends, as of a client that stalls
+                if not exchange.status:
+                    await refuse(shutting_down())
         finally:
             self._end(asked, exchange, headers)
 

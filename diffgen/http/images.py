@@ -203,8 +203,9 @@ async def content(request: Request, image_id: str, variant: str = "0") -> Respon
         raise InvalidRequest(f"variant is {variant!r:.60}; it must be the image's number, from 0", param="variant")
     path = service.store.path(f"{image_id}_{int(variant[:9])}", media_type.partition("/")[2])
     if time.time() > expires_at:
-        raise HttpError(404, "image_expired", f"image {image_id} was kept {service.args.media_ttl:g} s")
-    gone = HttpError(404, "image_not_found", f"image {image_id} has no variant {variant[:9]}", param="variant")
+        raise HttpError(404, "image_expired", f"image {image_id} is not here any more; {service.keeping}")
+    rule = f"image {image_id} has no variant {variant[:9]}, or none any more; {service.keeping}"
+    gone = HttpError(404, "image_not_found", rule, param="variant")
     return FileAnswer(path, media_type, gone)
 
 

@@ -87,6 +87,8 @@ async def _messages(works: Works, work: Work, request: Request) -> AsyncIterator
         events = work.handle.aevents()
         async with leaving(request) as left:
             async for event in until(left, await anext(events), events):
+                if isinstance(event, messages.Failed):
+                    exchange_of(request.scope).notes["code"] = event.error.code  # its status has been sent
                 frames = [] if event is None else _frames(event)
                 yield struct.pack(">I", len(frames))
                 for frame in frames:

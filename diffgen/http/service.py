@@ -14,7 +14,7 @@ from diffgen.api import DiffGenerator
 from diffgen.errors import DiffgenError
 from diffgen.handle import GenerationHandle
 from diffgen.http.args import HttpArgs, names
-from diffgen.http.errors import HttpError
+from diffgen.http.errors import HttpError, shutting_down
 from diffgen.http.guard import exchange_of
 from diffgen.http.jobs import VideoJobs
 from diffgen.http.metrics import Metrics
@@ -85,7 +85,7 @@ class Service:
     def accepting(self) -> DiffGenerator:
         """The model, for new work. Raises :class:`HttpError` while it loads or once the server is stopping."""
         if self.draining:
-            raise HttpError(503, "shutting_down", "the server is stopping and takes nothing new", retry_after=10)
+            raise shutting_down()
         return self.loaded()
 
     def begin_trace(self, output: str, request: Request) -> Trace | None:
@@ -128,6 +128,11 @@ class Service:
     def served(self) -> tuple[str, ...]:
         """Names by which clients may call the model; the first is told."""
         return names(self.args.served_model_name) or (self.model.name,)
+
+    @property
+    def keeping(self) -> str:
+        """For who asks for a file that has gone."""
+        return f"files are kept {self.args.media_ttl:g} s"
 
     @property
     def ignores_unknown(self) -> bool:

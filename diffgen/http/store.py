@@ -28,6 +28,7 @@ logger = logging.getLogger("diffgen.http.store")
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
+_ELSEWHERE = "choose another folder by data_path"
 _KNOWN_S = 86400.0  # that an id is remembered after its file has gone
 _PLACES = 1000  # deleted jobs whose places are remembered
 _RESERVE_BYTES = 2**18  # a deletion's share of the database's log, many times over
@@ -74,15 +75,15 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = files.check_folder(folder)
+        self.folder = files.check_folder(folder, _ELSEWHERE)
         os.chmod(folder, 0o700)
         self._lock_file = open(folder / "lock", "w")  # noqa: SIM115
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock_file.close()
-            remedy = "choose another by data_path"
-            raise StartFailed(f"another server uses the folder {str(folder)!r}; {remedy}", code="data_in_use") from None
+            rule = f"another server uses the folder {str(folder)!r}; {_ELSEWHERE}"
+            raise StartFailed(rule, code="data_in_use") from None
         self._lock = threading.Lock()
         self._reserve = folder / "reserve"
         self._gone: set[str] = set()  # deleted jobs whose rows, or files, could not be
@@ -95,9 +96,7 @@ class Store:
             self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
             self._lock_file.close()
-            raise OutputError(
-                f"cannot use {str(folder / 'jobs.sqlite')!r}: {error}; choose another data_path"
-            ) from None
+            raise OutputError(f"cannot use {str(folder / 'jobs.sqlite')!r}: {error}; {_ELSEWHERE}") from None
 
     def close(self) -> None:
         with contextlib.suppress(OutputError):
@@ -218,7 +217,7 @@ class Store:
     def write(self, name: str, extension: str, save: Callable[[Path], None]) -> None:
         """A file, whole or not at all. Raises :class:`OutputError`."""
         try:
-            files.write(self.folder, name, extension, save, overwrite=True)
+            files.write(self.folder, name, extension, save, overwrite=True, remedy=_ELSEWHERE)
         except OutputError as error:
             raise _unstored(error) from None
 

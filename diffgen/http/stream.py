@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from diffgen.errors import DiffgenError, error_from
 from diffgen.handle import Event, Preview, is_final
-from diffgen.http.errors import from_diffgen, internal_error
+from diffgen.http.errors import HttpError, from_diffgen, internal_error
 from diffgen.http.guard import exchange_of
 from diffgen.http.work import leaving
 from diffgen.result import GenerationResult
@@ -58,13 +58,13 @@ async def _lines(
                     yield await _partial(answer, event, shown)
                     shown += 1
                 elif isinstance(event, Failed):
-                    yield _event("error", {"type": "error", **from_diffgen(error_from(event.error)).body()})
+                    yield _error(answer, from_diffgen(error_from(event.error)))
                 elif isinstance(event, GenerationResult):
                     for line in await _completed(answer, event):
                         yield line
     except Exception:  # the status has been sent: nobody else would tell the client
         logger.exception("a stream failed", extra={"request_id": exchange_of(answer.request.scope).id})
-        yield _event("error", {"type": "error", **internal_error().body()})
+        yield _error(answer, internal_error())
     finally:
         answer.service.works.leave(answer.work)
 
@@ -99,7 +99,7 @@ async def _completed(answer: ImageAnswer, result: GenerationResult) -> list[str]
     try:
         images = await answer.images(result)
     except DiffgenError as error:
-        return [_event("error", {"type": "error", **from_diffgen(error).body()})]
+        return [_error(answer, from_diffgen(error))]
     lines = []
     for index, image in enumerate(images):
         size = (image.pop("width"), image.pop("height"))
@@ -108,6 +108,12 @@ async def _completed(answer: ImageAnswer, result: GenerationResult) -> list[str]
         extra = {"usage": answer.usage(result), **answer.details(result), "seed": image["seed"]}
         lines.append(_event(name, {"type": name, **content, **extra}))
     return lines
+
+
+def _error(answer: ImageAnswer, error: HttpError) -> str:
+    """For the client, which has its status already, and for the log line."""
+    exchange_of(answer.request.scope).notes["code"] = error.code
+    return _event("error", {"type": "error", **error.body()})
 
 
 def _event(name: str, content: dict[str, Any]) -> str:

@@ -195,7 +195,7 @@ async def content(request: Request, video_id: str, variant: str = "video") -> Re
         raise HttpError(409, "video_not_ready", f"video {video_id} is not done; {rule}", headers=_POLL)
     name, extension, media_type = _FILES[variant]
     path = service.store.path(name.format(id=job.id), extension)
-    gone = HttpError(404, "video_expired", f"video {video_id} was kept {service.args.media_ttl:g} s")
+    gone = HttpError(404, "video_expired", f"the file of video {video_id} is not here any more; {service.keeping}")
     if job.expires_at is not None and time.time() > job.expires_at:
         raise gone
     return FileAnswer(path, media_type, gone)

@@ -50,15 +50,15 @@ def check_stem(name: str) -> str:
     return name
 
 
-def check_folder(folder: Path) -> Path:
+def check_folder(folder: Path, remedy: str = ELSEWHERE) -> Path:
     """Make a folder and make sure that it can be written to. Raises :class:`OutputError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OutputError(f"cannot make the output folder {str(folder)!r}: {reason}; {ELSEWHERE}") from None
+        raise OutputError(f"cannot make the output folder {str(folder)!r}: {reason}; {remedy}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write to the output folder {str(folder)!r}: no permission; {ELSEWHERE}")
+        raise OutputError(f"cannot write to the output folder {str(folder)!r}: no permission; {remedy}")
     return folder
 
 
@@ -67,7 +67,14 @@ def reason_of(error: OSError) -> str:
     return _FULL.get(error.errno or 0) or error.strerror or str(error)
 
 
-def write(folder: Path, stem: str, extension: str, save: Callable[[Path], None], overwrite: bool = False) -> Path:
+def write(
+    folder: Path,
+    stem: str,
+    extension: str,
+    save: Callable[[Path], None],
+    overwrite: bool = False,
+    remedy: str = ELSEWHERE,
+) -> Path:
     """Write a file whole or not at all: ``save`` writes a temporary file, which is then given its name.
 
     Without ``overwrite`` an existing file is kept and ``_1``, ``_2``, ... is added to the new one's stem. Raises
@@ -85,7 +92,7 @@ def write(folder: Path, stem: str, extension: str, save: Callable[[Path], None],
         return _name_without_clobbering(temporary, folder, stem, extension)
     except OSError as error:
         where = f"{stem}.{extension} to {str(folder)!r}"
-        raise OutputError(f"cannot write {where}: {reason_of(error)}; {ELSEWHERE}") from None
+        raise OutputError(f"cannot write {where}: {reason_of(error)}; {remedy}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

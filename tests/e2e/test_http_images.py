@@ -290,8 +290,15 @@ def test_a_fault_of_the_server_in_a_stream(http_server: Server) -> None:
     assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal_error")
     assert whole.headers["connection"] == "close"
     assert "on purpose" not in streamed.text + whole.text
-    told = f"a stream failed request_id={streamed.headers['x-request-id']}"
-    wait_until(lambda: any(told in line for line in http_server.lines), 5, "the log has it")
+    told = f"request_id={streamed.headers['x-request-id']}"
+
+    def lines() -> list[str]:
+        return [line for line in http_server.lines if told in line]
+
+    wait_until(lambda: len(lines()) == 2, 5, "the log has it")
+    assert "a stream failed" in lines()[0]
+    assert " 200 " in lines()[1]
+    assert "code=internal_error" in lines()[1]
     assert any("IntegrityError: on purpose" in line for line in http_server.lines)
     assert http_server.post({**asked, "stream": True}).text.count("event: image_generation.completed") == 1
     assert http_server.http.get("/v1/status").json()["requests"] == []

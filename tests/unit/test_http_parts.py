@@ -178,6 +178,34 @@ def test_no_job_is_taken_while_those_of_a_former_server_are_looked_up(tmp_path: 
     service.close()
 
 
+def test_a_client_that_stalls_while_the_server_ends_is_told(tmp_path: Path) -> None:
+    service = Service(HttpArgs(), Limits(), Store(tmp_path))
+    service.generator = cast(DiffGenerator, object())
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/images/generations",
+        "query_string": b"",
+        "headers": headers,
+    }
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def check() -> None:
+        stalls: asyncio.Future[Any] = asyncio.Future()
+        task = asyncio.ensure_future(create_app(service, ())(scope, lambda: stalls, send))
+        await asyncio.sleep(0.1)
+        task.cancel()  # as uvicorn does
+        await task
+
+    asyncio.run(check())
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]) == (503, "shutting_down")
+    service.close()
+
+
 def test_json_bodies() -> None:
     assert parse_json(b'{"a": [1, null, "\\u00e9"]}') == {"a": [1, None, "é"]}
     for wrong in (b"", b"{", b"[]", b"1", b"\xff", b'{"a":NaN}', b'{"a":Infinity}', b'{"a":1,"a":1}', b"[" * 10**5):
