@@ -69,6 +69,11 @@ class HttpArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_prompts: Annotated[bool, Meta(description="write prompts into the log")] = False
 
 
+def keeping(args: HttpArgs) -> str:
+    """For who asks for a file that has gone."""
+    return f"files are kept {args.media_ttl:g} s"
+
+
 def names(text: str | None) -> tuple[str, ...]:
     """The parts of a list that is separated by commas."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from diffgen.errors import InvalidRequest
 from diffgen.http import schema
+from diffgen.http.args import keeping
 from diffgen.http.bodies import read_body
 from diffgen.http.errors import HttpError, json_response
 from diffgen.http.guard import FileAnswer, exchange_of
@@ -203,8 +204,8 @@ async def content(request: Request, image_id: str, variant: str = "0") -> Respon
         raise InvalidRequest(f"variant is {variant!r:.60}; it must be the image's number, from 0", param="variant")
     path = service.store.path(f"{image_id}_{int(variant[:9])}", media_type.partition("/")[2])
     if time.time() > expires_at:
-        raise HttpError(404, "image_expired", f"image {image_id} is not here any more; {service.keeping}")
-    rule = f"image {image_id} has no variant {variant[:9]}, or none any more; {service.keeping}"
+        raise HttpError(404, "image_expired", f"image {image_id} is not here any more; {keeping(service.args)}")
+    rule = f"image {image_id} has no variant {variant[:9]}, or none any more; {keeping(service.args)}"
     gone = HttpError(404, "image_not_found", rule, param="variant")
     return FileAnswer(path, media_type, gone)
 

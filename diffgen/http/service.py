@@ -130,11 +130,6 @@ class Service:
         return names(self.args.served_model_name) or (self.model.name,)
 
     @property
-    def keeping(self) -> str:
-        """For who asks for a file that has gone."""
-        return f"files are kept {self.args.media_ttl:g} s"
-
-    @property
     def ignores_unknown(self) -> bool:
         return self.args.unknown_params == "ignore"
 

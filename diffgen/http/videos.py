@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from diffgen.errors import InvalidRequest, QueueFull
 from diffgen.http import schema
+from diffgen.http.args import keeping
 from diffgen.http.bodies import read_body
 from diffgen.http.errors import HttpError, json_response
 from diffgen.http.guard import FileAnswer, exchange_of
@@ -195,7 +196,9 @@ async def content(request: Request, video_id: str, variant: str = "video") -> Re
         raise HttpError(409, "video_not_ready", f"video {video_id} is not done; {rule}", headers=_POLL)
     name, extension, media_type = _FILES[variant]
     path = service.store.path(name.format(id=job.id), extension)
-    gone = HttpError(404, "video_expired", f"the file of video {video_id} is not here any more; {service.keeping}")
+    gone = HttpError(
+        404, "video_expired", f"the file of video {video_id} is not here any more; {keeping(service.args)}"
+    )
     if job.expires_at is not None and time.time() > job.expires_at:
         raise gone
     return FileAnswer(path, media_type, gone)
