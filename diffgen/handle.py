@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 import uuid
@@ -47,6 +48,11 @@ def is_final(event: Event) -> bool:
     return isinstance(event, Failed | GenerationResult)
 
 
+def waitable(timeout: float) -> float:
+    """The seconds, or the most that the waits of the standard library take: they fail on more."""
+    return min(timeout, threading.TIMEOUT_MAX)
+
+
 class GenerationHandle:
     """Thread-safe view of one request, made by :meth:`diffgen.DiffGenerator.submit`.
 
@@ -73,6 +79,12 @@ class GenerationHandle:
         last = self._events[-1] if self._events else None
         return f"<GenerationHandle {self.id} {type(last).__name__ if last else 'sent'}>"
 
+    @property
+    def late_at(self) -> float:
+        """When its time limit has passed, on the monotonic clock."""
+        limit = self.params.time_limit
+        return math.inf if limit is None else self.created + limit
+
     def done(self) -> bool:
         return self._future.done()
 
@@ -90,7 +102,7 @@ class GenerationHandle:
         Raises :class:`TimeoutError` (the request goes on) or the request's own :class:`DiffgenError`.
         """
         try:
-            return self._future.result(timeout)
+            return self._future.result(None if timeout is None else waitable(timeout))
         except TimeoutError:
             raise TimeoutError(f"request {self.id} has not ended within {timeout:g} s and goes on") from None
 

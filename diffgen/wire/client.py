@@ -50,7 +50,7 @@ from diffgen.wire.messages import (
     Welcome,
 )
 from diffgen.wire.router import HEARTBEAT_MS, SILENCE_MS
-from diffgen.wire.unanswered import Answer, Questions, Unanswered
+from diffgen.wire.unanswered import Answer, Questions, Unanswered, out_of_time
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,6 +62,8 @@ _OPTIONS = {
     zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
     zmq.RECONNECT_IVL_MAX: 1000,
 }
+
+_LONGEST_POLL_MS = 3_600_000  # of what the poll takes as a C integer
 
 
 class Connection:
@@ -102,7 +104,7 @@ class Connection:
 
         Raises :class:`ConnectionFailed` after ``timeout`` seconds, or what ended the connection.
         """
-        if not self._settled.wait(timeout):
+        if not self._settled.wait(handles.waitable(timeout)):
             where = f"at {self.address} within {timeout:g} s"
             silent, busy = "is it up?", "it lives, and is in a long unit of work; give it more time"
             error = ConnectionFailed(f"no diffgen server answered {where}; {busy if self._pinged else silent}")
@@ -129,7 +131,7 @@ class Connection:
         answer = Answer()
         self._outgoing.put((question, answer))
         try:
-            return answer.result(timeout)
+            return answer.result(handles.waitable(timeout))
         except TimeoutError:
             remedy = "one comes between units of work; give it more time"
             raise ConnectionFailed(f"no answer from {self.address} within {timeout:g} s: {remedy}") from None
@@ -153,6 +155,9 @@ class Connection:
             # The border of the thread: without it nobody would answer those who wait.
             self.end(ConnectionFailed(f"the connection to {self.address} broke: {type(error).__name__}: {error}"))
             raise
+        finally:
+            self._dealer.close()
+            self._outgoing.close()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -168,27 +173,27 @@ class Connection:
             if self._outgoing.fileno() in ready and not self._send_waiting():
                 break
             self._give_up()
-        self._dealer.close()
-        self._outgoing.close()
 
-    def _until(self, handle: GenerationHandle) -> float:
-        """When it is given up, unless a server is heard before."""
-        return math.inf if self._lost_at is None else max(self._lost_at, handle.created) + self.patience
+    def _given_up(self, handle: GenerationHandle) -> tuple[float, DiffgenError]:
+        """When, unless a server is heard before, and with what."""
+        assert self._lost_at is not None
+        none_there = ConnectionFailed(f"no server has answered at {self.address} for {self.patience:g} s")
+        patient = max(self._lost_at, handle.created) + self.patience
+        return (handle.late_at, out_of_time(handle)) if handle.late_at < patient else (patient, none_there)
 
     def _poll_ms(self) -> int | None:
-        until = math.inf if self._lost_at is None else min(map(self._until, self._unanswered.all()), default=math.inf)
-        return None if until == math.inf else max(0, int(1000 * (until - time.monotonic()))) + 10
+        waiting = [] if self._lost_at is None else self._unanswered.all()
+        until = min((self._given_up(handle)[0] for handle in waiting), default=math.inf)
+        return None if until == math.inf else min(_LONGEST_POLL_MS, max(0, int(1000 * (until - time.monotonic()))) + 10)
 
     def _give_up(self) -> None:
         """Fail what has waited too long for a server."""
-        if self._lost_at is None or self.patience == math.inf:
-            return
         now = time.monotonic()
-        for handle in self._unanswered.all():
-            if self._until(handle) < now:
+        for handle in [] if self._lost_at is None else self._unanswered.all():
+            when, error = self._given_up(handle)
+            if when < now:
                 if handle.id in self._sent:
                     self._cancelled.add(handle.id)  # a server may still hold it, and hears later
-                error = ConnectionFailed(f"no server has answered at {self.address} for {self.patience:g} s")
                 self._unanswered.fail(handle.id, error)
 
     def _on_network(self, event: int) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from diffgen.errors import ConnectionFailed, DiffgenError
+from diffgen.errors import ConnectionFailed, DeadlineExceeded, DiffgenError
 from diffgen.handle import GenerationHandle
 from diffgen.params import SamplingParams
 from diffgen.wire.messages import Abort, Aborted, Failed, GetStatus, Status
@@ -100,6 +100,12 @@ class Questions:
         asked, self._asked = self._asked, []
         for _, answer in asked:
             answer.set_exception(error)
+
+
+def out_of_time(handle: GenerationHandle) -> DeadlineExceeded:
+    """For what no server ends: none is there, or one that has begun anew with it."""
+    limit = handle.params.time_limit
+    return DeadlineExceeded(f"request {handle.id} was ended: its time_limit of {limit:g} s is over, as its server went")
 
 
 def _answers(message: Status | Aborted, question: GetStatus | Abort) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from wire_server import PARAMS, SILENCE, Script, Server, draw, ignore, output
 
 from diffgen.errors import (
     ConnectionFailed,
+    DeadlineExceeded,
     DiffgenError,
     InvalidRequest,
     ProtocolError,
@@ -226,6 +228,23 @@ def test_patience_runs_out_for_what_waits_and_not_for_what_comes_later(
     assert second.submits() == [again.id]
     assert Cancel(sent.id) in second.seen, "it may still hold what was sent"
     assert Cancel(late.id) not in second.seen
+
+
+def test_a_time_limit_holds_while_no_server_is_there(serve: Serve, connect: Connect) -> None:
+    first = serve(ignore)
+    connection = connect(patience=math.inf)
+    connection.wait_ready(math.inf)
+    limited = connection.submit(msgspec.structs.replace(PARAMS, time_limit=0.5))
+    others = [connection.submit(msgspec.structs.replace(PARAMS, time_limit=limit)) for limit in (None, 1e15)]
+    wait_until(lambda: len(first.submits()) == 3, 5, "all are sent")
+    first.close()
+    wait_lost(connection)
+    with pytest.raises(DeadlineExceeded, match=r"time_limit of 0\.5 s"):
+        limited.result(5)
+    assert not any(handle.done() for handle in others)
+    second = serve(draw, "two")
+    assert [handle.result(math.inf).seed for handle in others] == [3, 3]
+    assert Cancel(limited.id) in second.seen, "it may still hold what was sent"
 
 
 def test_a_server_that_lives_and_is_too_busy_for_a_welcome_is_waited_for(

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 import pytest
 from local_http import Quiet, running
 
-from diffgen.errors import ConnectionFailed, InvalidRequest, QueueFull, RequestCancelled, ServerClosed
+from diffgen.errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    ServerClosed,
+)
 from diffgen.handle import Event
 from diffgen.http.native import _frames
 from diffgen.params import SamplingParams
@@ -169,6 +176,19 @@ def test_a_proxy_whose_server_is_away_is_asked_again(slow: Slow) -> None:
         connection.submit(SamplingParams(prompt="a"), age=70).result(10)
     assert 70 <= slow.ages[2] < 71
     connection.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_time_limit_holds_where_the_server_has_gone_or_begun_anew(slow: Slow) -> None:
+    slow.events = [Progress("theirs", "denoise", 1, 2)]
+    slow.may_answer.set()
+    slow.refusals = 1
+    for url in ("http://127.0.0.1:1", slow.url):
+        connection = HttpConnection(url)
+        with pytest.raises(DeadlineExceeded, match=r"time_limit of 0\.3 s"):
+            connection.submit(SamplingParams(prompt="a", time_limit=0.3)).result(10)
+        connection.close()
+    assert slow.cancels == ["/v1/requests/theirs"]
 
 
 @pytest.mark.timeout(30)
