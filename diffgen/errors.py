@@ -32,11 +32,11 @@ from typing import ClassVar
 import msgspec
 
 _PART = r"""[^\s/'",;:()\[\]<>]+"""
-# Quoted, or with spaces in its middle at most. Two parts make a path: one alone tells nothing, and "1 /2" is none. What
-# follows a word, as in image/png, or a host's name does not begin one.
+# Quoted, or with no space before its second slash and after its last. Two parts make a path: one alone tells nothing,
+# and "1 /2" is none. What follows a word, as in image/png, or a host's name does not begin one.
 _PATH = re.compile(
     rf"""(?<=')/[^'/]+/[^']*(?=')|(?<=")/[^"/]+/[^"]*(?=")"""
-    rf"""|(?:(?<=\bfile://)|(?<![\w/.\]]))/{_PART}/(?:{_PART}(?:[ ]{_PART})*/)*(?:{_PART})?"""
+    rf"""|(?:(?<=\bfile://)|(?<![\w/.\]]))/{_PART}/(?:[ ]*{_PART}(?:[ ]+{_PART})*[ ]*/)*(?:{_PART})?"""
 )
 
 

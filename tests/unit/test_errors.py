@@ -73,6 +73,8 @@ def test_whether_to_try_again_is_told() -> None:
         ("No such file or directory: '/srv/my models, new (2)/x y'", "No such file or directory: '(path)'"),
         ('"/srv/it\'s/x" is no folder', '"(path)" is no folder'),
         ("at /srv/my models/x.bin (error 5)", "at (path) (error 5)"),
+        ("at /srv/ my  models /x.bin (error 5)", "at (path) (error 5)"),
+        ("'/srv/ my models /x.bin '", "'(path)'"),
         ("[/srv/a/b] error:/srv/a, root=/srv/a/, file:///srv/a", "[(path)] error:(path), root=(path), file://(path)"),
         ("in /home/猫/b", "in (path)"),
     ],
