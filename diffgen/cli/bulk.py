@@ -1,8 +1,9 @@
 """``diffgen bulk``: many requests from a file, resumable.
 
-Beside the results stands the manifest. Its first line is the run: the file's digest and the seed from which every
-request without one gets its own. Each further line is one request's end. A request's files have names of its own, and
-its seed is fixed before it runs, so what a crash left half done is done again into the same files, and nothing else is.
+Beside the results stands the manifest. Its first line is the run: the file's digest, the model, and the seed from which
+every request without one gets its own. Each further line is one request's end. A request's files have names of its own,
+and its seed is fixed before it runs, so what a crash left half done is done again into the same files, and nothing else
+is.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ from diffgen.params import SamplingParams, parse_params
 
 _WINDOW = 16  # requests at the server at a time: enough to fill its batches while others decode
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 10.0
+_TOLD = 10  # wrong lines
+_FORM = 'give a JSON object of parameters a line, such as {"prompt": "a cat", "seed": 1}'
+_OF_CALLERS = {"output_type", "preview_every"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,12 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     text = _read(arguments.requests)
     folder = check_folder(Path(options.output_path))
     with Manifest(folder) as manifest:
-        begun = _of_this_file(manifest.run, arguments.requests, text)
-        requests = list(_parse(text, begun.seed))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        seed = _seed_of(manifest.run, digest)
+        requests = _parse(text, seed)
         if not requests:
-            raise InvalidRequest(f"{arguments.requests!r} holds no request; give a JSON object of parameters a line")
-        if manifest.run is None:
-            manifest.begin(begun)
+            raise InvalidRequest(f"{arguments.requests!r} holds no request; {_FORM}")
         skipped = {line for line, entry in manifest.ended.items() if entry.status == "done" or not options.retry_failed}
         _remove_unfinished(folder)
         todo = [(line, params) for line, params in requests if line not in skipped]
@@ -70,9 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         if todo:
             window = min(_WINDOW, server.limits.queue)
             with open_generator(server) as generator, _bar(len(todo), options.quiet) as bar:
+                model = generator.model.name
+                _begin(manifest, Run(requests=arguments.requests, sha256=digest, seed=seed, model=model))
                 for entry in _work(generator, todo, folder, window):
                     manifest.note(entry)
-                    print(msgspec.json.encode(entry).decode(), flush=True)
+                    with bar.external_write_mode():  # or the line would begin where the bar ends
+                        print(msgspec.json.encode(entry).decode(), flush=True)
                     bar.update(1)
         failed = sum(entry.status == "failed" for entry in manifest.ended.values())
     if failed:
@@ -92,37 +98,65 @@ def _read(name: str) -> str:
         raise InvalidRequest(f"cannot read {name!r}: {reason}; give a UTF-8 file of JSON lines") from None
 
 
-def _of_this_file(begun: Run | None, name: str, text: str) -> Run:
-    """The run that a manifest has, or a new one. Raises :class:`InvalidRequest` for another file's."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
+def _seed_of(begun: Run | None, digest: str) -> int:
+    """The seed of the run that a manifest has, or a new one. Raises :class:`InvalidRequest` for another file's."""
     if begun is None:
-        return Run(requests=name, sha256=digest, seed=secrets.randbelow(2**32))
+        return secrets.randbelow(2**32)
     if begun.sha256 != digest:
         remedy = "choose another output_path for other requests"
         raise InvalidRequest(f"the manifest in this folder is of {begun.requests!r} with other content; {remedy}")
-    return begun
+    return begun.seed
 
 
-def _parse(text: str, run_seed: int) -> Iterator[tuple[int, SamplingParams]]:
-    """Line numbers and parameters, all with a seed. Raises :class:`InvalidRequest` naming the line."""
+def _begin(manifest: Manifest, run: Run) -> None:
+    """Raises :class:`InvalidRequest` where it was begun with another model."""
+    if manifest.run is None:
+        manifest.begin(run)
+    elif manifest.run.model != run.model:
+        remedy = f"give {manifest.run.model!r}, or choose another output_path"
+        rule = f"the manifest in this folder is of the model {manifest.run.model!r}, and this is {run.model!r}"
+        raise InvalidRequest(f"{rule}; {remedy}")
+
+
+def _parse(text: str, run_seed: int) -> list[tuple[int, SamplingParams]]:
+    """Line numbers and parameters, all with a seed. Raises :class:`InvalidRequest`, once it has told the first lines
+    that are no requests."""
+    found: list[tuple[int, SamplingParams]] = []
+    wrong: list[DiffgenError] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            values = json.loads(line, object_pairs_hook=unique)
-            if not isinstance(values, dict):
-                raise InvalidRequest(f"{line[:60]!r} is not a JSON object of parameters")
-            if "output_type" in values:
-                raise InvalidRequest("output_type has no place in a file of requests: results are saved as files")
-            if values.get("priority") is None:
-                values["priority"] = "batch"
-            if values.get("seed") is None:
-                values["seed"] = int.from_bytes(hashlib.sha256(f"{run_seed}:{number}".encode()).digest()[:6], "big")
-            yield number, parse_params(values)
+            found.append((number, _parse_line(line, f"{run_seed}:{number}")))
         except InvalidRequest as error:
-            raise error.prefixed(f"line {number}") from None
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"line {number} is not JSON: {error}") from None
+            wrong.append(error.prefixed(f"line {number}"))
+    if len(wrong) > 1:
+        for each in wrong[:_TOLD]:
+            print(f"diffgen: error: {each}", file=sys.stderr)
+        raise InvalidRequest(f"{len(wrong)} of {len(found) + len(wrong)} lines cannot be requests; mend them")
+    if wrong:
+        raise wrong[0]
+    return found
+
+
+def _parse_line(line: str, seed: str) -> SamplingParams:
+    """``seed`` is what its own follows from, where it has none."""
+    try:
+        values = json.loads(line, object_pairs_hook=unique)
+    except InvalidRequest:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"it is not JSON: {error}; {_FORM}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"{line[:60]!r} is not a JSON object; {_FORM}")
+    misplaced = " and ".join(sorted(_OF_CALLERS & values.keys()))
+    if misplaced:
+        raise InvalidRequest(f"{misplaced} in a file of requests: all that it gives is files; leave it out")
+    if values.get("priority") is None:
+        values["priority"] = "batch"
+    if values.get("seed") is None:
+        values["seed"] = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
+    return parse_params(values)
 
 
 def _stem(line: int, params: SamplingParams) -> str:
@@ -189,4 +223,5 @@ def _finish(line: int, params: SamplingParams, handle: GenerationHandle, folder:
 def _bar(total: int, quiet: bool) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="bulk", unit="request", file=sys.stderr, disable=quiet or not sys.stderr.isatty())
+    shown = not quiet and sys.stderr.isatty()
+    return tqdm(total=total, desc="bulk", unit="request", file=sys.stderr, disable=not shown, dynamic_ncols=True)

@@ -18,11 +18,13 @@ _BEGINNING = b'{"requests":'  # of every manifest
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of the manifest. Every request without a seed gets one that follows from ``seed``."""
+    """First line of the manifest: the file, its digest, and the name of the model that draws it. Every request without
+    a seed gets one that follows from ``seed``."""
 
     requests: str
     sha256: str
     seed: int
+    model: str
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,9 @@ class ProgressBar:
 
         if self._bar is None or self._bar.desc != progress.stage:
             self.close()
-            self._bar = tqdm(total=progress.total, desc=progress.stage, file=sys.stderr, leave=False)
+            self._bar = tqdm(
+                total=progress.total, desc=progress.stage, file=sys.stderr, leave=False, dynamic_ncols=True
+            )
         self._bar.update(progress.step - self._bar.n)
 
     def close(self) -> None:

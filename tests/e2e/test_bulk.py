@@ -103,14 +103,16 @@ def test_failures_are_noted_and_retried_on_demand(tiny_wan: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("{", "line 2 is not JSON"),
+        ("{", "line 2.*is not JSON.*give a JSON object"),
         ("[]", "line 2.*JSON object"),
         ('{"prompt": "a", "sede": 1}', "line 2.*did you mean 'seed'"),
         ('{"seed": 1}', "line 2.*prompt is missing"),
         ('{"prompt": "a", "output_type": "np"}', "line 2.*output_type"),
         ('{"prompt": "a", "seed": 1, "seed": 2}', "line 2.*'seed' stands there twice"),
-        ('{"prompt": "a", "seed": %s}' % ("9" * 5000), "line 2 is not JSON"),
-        ("[" * 100_000, "line 2 is not JSON"),
+        ('{"prompt": "a", "seed": %s}' % ("9" * 5000), "line 2.*is not JSON"),
+        ("[" * 100_000, "line 2.*is not JSON"),
+        ('{"prompt": "a", "preview_every": 2}', "line 2.*preview_every"),
+        ("a cat\na dog", r"line 2.*is not JSON.*\n.*line 3.*is not JSON.*\n.*2 of 3 lines"),
     ],
 )
 def test_bad_lines_are_told_before_anything_is_loaded(line: str, text: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from processes import DIFFGEN, run_root
 from wire_server import Server, draw
@@ -17,7 +19,7 @@ from diffgen.errors import DeadlineExceeded, DiffgenError, InvalidRequest, Outpu
 from diffgen.params import ModelSpec
 from diffgen.wire.messages import Failed, Submit
 
-RUN = Run(requests="a.jsonl", sha256="0", seed=1)
+RUN = Run(requests="a.jsonl", sha256="0", seed=1, model="m")
 
 
 @pytest.fixture
@@ -96,6 +98,24 @@ def test_a_file_that_cannot_grow_is_told_and_loses_nothing(begun: Path) -> None:
     assert os.path.getsize(begun / NAME) == size + 5
     with Manifest(begun) as manifest:
         assert set(manifest.ended) == {1, 2}
+
+
+def test_a_folder_belongs_to_one_model(model: ModelSpec) -> None:
+    with run_root() as root:
+        server = Server(f"ipc://{root}/s", model, draw)
+        text = '{"prompt": "a"}\n'
+        (root / "requests.jsonl").write_text(text)
+        (root / "out").mkdir()
+        with Manifest(root / "out") as manifest:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            manifest.begin(msgspec.structs.replace(RUN, sha256=digest, model="other"))
+        command = [*DIFFGEN, "bulk", f"{root}/requests.jsonl", "--output-path", f"{root}/out"]
+        done = subprocess.run(
+            [*command, "--connect", f"ipc://{root}/s"], capture_output=True, text=True, timeout=120, check=False
+        )
+        server.close()
+        assert done.returncode == 2
+        assert f"is of the model 'other', and this is {model.name!r}; give 'other', or choose" in done.stderr
 
 
 def test_what_is_in_the_way_is_waited_for(model: ModelSpec) -> None:
