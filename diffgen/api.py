@@ -20,9 +20,10 @@ import msgspec
 from diffgen.args import ListenArgs, ModelArgs, RunArgs, ServerArgs
 from diffgen.errors import DiffgenError, InvalidRequest
 from diffgen.fields import build, fields, nearest_name
-from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.handle import Event, GenerationHandle, is_final, waitable
 from diffgen.loading.hub import local_folder
 from diffgen.loading.index import read_index
+from diffgen.media.files import check_folder
 from diffgen.media.save import SaveOptions, check_save, save_result
 from diffgen.params import Limits, ModelSpec, SamplingParams, parse_params
 from diffgen.result import GenerationResult
@@ -94,8 +95,8 @@ class DiffGenerator:
             ModelError: the model is not found, incomplete or of an unknown family.
             StartFailed: a rank could not start.
         """
-        path = os.fspath(model_path) if isinstance(model_path, os.PathLike) else model_path
-        options |= {"model_path": path, "num_gpus": num_gpus, "device": device, "dtype": _dtype_name(dtype)}
+        options |= {"model_path": _as_text(model_path), "num_gpus": num_gpus, "device": device}
+        options["dtype"] = _dtype_name(dtype)
         args = _server_args(options, limits)
         folder = local_folder(args.model)
         if folder is not None:
@@ -154,18 +155,13 @@ class DiffGenerator:
     ) -> GenerationHandle:
         """Send one request and return at once.
 
-        ``sampling`` takes the fields of :class:`SamplingParams`; or give a whole one, from ``parse_params``. ``age`` is
+        ``sampling`` takes the fields of :class:`SamplingParams`; or give a whole one in place of the prompt. ``age`` is
         how many seconds somebody has waited for it already: they count to its ``time_limit``.
 
         Raises :class:`InvalidRequest` for what can be known without the model; the rest comes by the handle.
         """
         if not (isinstance(age, int | float) and 0 <= age < math.inf):
             raise InvalidRequest(f"age is {age!r:.60}; it must be seconds, 0 or more", param="age")
-        if isinstance(prompt, SamplingParams):
-            if sampling:
-                raise InvalidRequest(f"{', '.join(sampling)} beside SamplingParams: put them into these")
-            # Its constructor checks nothing, and what cannot be sent would end the connection.
-            return self._send(parse_params(msgspec.structs.asdict(prompt)), age)
         return self._send(_params(prompt, sampling), age)
 
     def _send(self, params: SamplingParams, age: float = 0.0) -> GenerationHandle:
@@ -188,19 +184,19 @@ class DiffGenerator:
         return answer.found
 
     @overload
-    def generate(self, prompt: str | None = None, **options: Any) -> GenerationResult: ...
+    def generate(self, prompt: str | SamplingParams | None = None, **options: Any) -> GenerationResult: ...
 
     @overload
-    def generate(self, prompt: Sequence[str], **options: Any) -> list[GenerationResult]: ...
+    def generate(self, prompt: Iterable[str | SamplingParams], **options: Any) -> list[GenerationResult]: ...
 
     def generate(
         self,
-        prompt: str | Sequence[str] | None = None,
+        prompt: str | SamplingParams | Iterable[str | SamplingParams] | None = None,
         *,
         callback: ProgressCallback | None = None,
         timeout: float | None = None,
         raise_errors: bool | None = None,
-        output_path: str | None = None,
+        output_path: str | os.PathLike[str] | None = None,
         output_file_name: str | None = None,
         output_format: str | None = None,
         output_compression: int | None = None,
@@ -211,14 +207,16 @@ class DiffGenerator:
         """Generate and wait.
 
         Args:
-            prompt: one text, or a list of them, which gives a list of results in its order.
+            prompt: one text or whole :class:`SamplingParams`, or a list of them, which gives a list of results in its
+                order.
             callback: called on this thread with each :class:`Progress`; what it raises cancels the request.
             timeout: seconds to wait in all, after which the requests are cancelled.
             raise_errors: raise a request's error. False puts it into ``result.error``. By default raised for one
                 prompt and kept for a list, where the other results still count.
             output_path, output_file_name, output_format, output_compression, overwrite, metadata: save as files; see
                 :class:`SaveOptions`.
-            sampling: fields of :class:`SamplingParams`; with a list, they hold for each prompt.
+            sampling: fields of :class:`SamplingParams`; with a list, they hold for each prompt. Previews are for
+                :meth:`submit`, whose events have them.
 
         Raises:
             DiffgenError: see ``raise_errors``.
@@ -231,17 +229,18 @@ class DiffGenerator:
         if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping):
             prompts, is_list = list(prompt), True
         save = _save_options(
-            output_path=None if output_path is None else str(output_path),
+            output_path=_as_text(output_path),
             output_file_name=output_file_name,
             output_format=output_format,
             output_compression=output_compression,
             overwrite=overwrite,
             metadata=metadata,
         )
-        all_params = [_params(text, sampling) for text in prompts]
+        all_params = [_unseen(_params(text, sampling)) for text in prompts]
         if save is not None:
             for params in all_params:
                 check_save(save, params, self.model)
+            check_folder(Path(save.output_path))
         handles: list[GenerationHandle] = []
         results: list[GenerationResult] = []
         try:
@@ -279,16 +278,17 @@ class DiffGenerator:
                 handles.append(self._send(all_params[len(handles)]))
                 handles[-1].subscribe(events.put)
             try:
-                event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                left = None if deadline is None else waitable(max(0.0, deadline - time.monotonic()))
+                event = events.get(timeout=left)
             except queue.Empty:
                 late = len(all_params) - ended
                 raise TimeoutError(f"{late} request(s) had not ended after {timeout:g} s and were cancelled") from None
             ended += is_final(event)
             yield event
 
-    async def agenerate(self, prompt: str | None = None, **sampling: Any) -> GenerationResult:
+    async def agenerate(self, prompt: str | SamplingParams | None = None, **sampling: Any) -> GenerationResult:
         """:meth:`generate` of one prompt for asyncio; cancelling the task cancels the request."""
-        handle = self.submit(prompt, **sampling)
+        handle = self._send(_unseen(_params(prompt, sampling)))
         try:
             return await handle
         except BaseException:
@@ -336,6 +336,8 @@ def _close_forgotten(*what: Any) -> None:
 
 
 def _connection(address: str, token: str | None) -> Connection | HttpConnection:
+    if not isinstance(address, str):
+        raise InvalidRequest(f"address is {address!r:.100}; it must be a text, such as tcp://HOST:PORT")
     if address.startswith(("http://", "https://")):
         from diffgen.wire.http import HttpConnection
 
@@ -343,8 +345,25 @@ def _connection(address: str, token: str | None) -> Connection | HttpConnection:
     return Connection(address, token)
 
 
-def _params(prompt: str | None, sampling: dict[str, Any]) -> SamplingParams:
+def _params(prompt: str | SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+    if isinstance(prompt, SamplingParams):
+        if sampling:
+            raise InvalidRequest(f"{', '.join(sampling)} beside SamplingParams: put them into these")
+        # Its constructor checks nothing, and what cannot be sent would end the connection.
+        return parse_params(msgspec.structs.asdict(prompt))
     return parse_params({"prompt": prompt, **sampling})
+
+
+def _unseen(params: SamplingParams) -> SamplingParams:
+    """Raises :class:`InvalidRequest` for previews, where nobody sees the events."""
+    if params.preview_every:
+        rule = "has no effect without events: use submit, or leave it out"
+        raise InvalidRequest(f"preview_every {params.preview_every} {rule}", param="preview_every")
+    return params
+
+
+def _as_text(path: str | os.PathLike[str] | None) -> str | None:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def _dtype_name(dtype: Any) -> str | None:

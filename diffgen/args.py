@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,7 @@ from diffgen.params import Limits
 
 MAX_LIMIT = 10**15  # "no limit" in practice, and exact in every number format
 
-LIMITS = frozenset(fields(Limits))
+L = TypeVar("L", bound=Limits)
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -146,7 +146,10 @@ def check_args(args: ServerArgs) -> None:
     check_ranges(args.run)
     warmup_shapes(args.run.warmup)
     check_degrees(args.run)
-    for name in LIMITS:
+    if args.run.dp_size == 1 and args.run.dp_policy != RunArgs().dp_policy:
+        rule = "has no effect with one replica; give dp_size, or leave it out"
+        refuse("dp_policy", f"dp_policy {args.run.dp_policy} {rule}")
+    for name in fields(Limits):
         value = getattr(args.limits, name)
         if type(value) is not int or not 1 <= value <= MAX_LIMIT:
             refuse("limit", f"limit {name} is {shown(value)}; it must be a whole number from 1 to {MAX_LIMIT}")
@@ -168,7 +171,7 @@ def check_token(token: str) -> None:
         refuse("token", f"a token of {size} bytes: it must be 1 to 255 bytes of printable text; choose another")
 
 
-def parse_limits(items: list[str]) -> Limits:
+def parse_limits(items: list[str], kind: type[L]) -> L:
     """Limits from NAME=VALUE texts. Raises :class:`InvalidRequest` for an unknown name or a value below 1."""
     values: dict[str, int] = {}
     for item in items:
@@ -176,7 +179,7 @@ def parse_limits(items: list[str]) -> Limits:
         if not sign or re.fullmatch("[0-9]{1,18}", value) is None or not 1 <= int(value) <= MAX_LIMIT:
             rule = f"must be NAME=VALUE with a whole number from 1 to {MAX_LIMIT}, such as steps=100"
             raise InvalidRequest(f"limit {item!r:.100} {rule}", param="limit")
-        if name not in LIMITS:
-            raise InvalidRequest(f"unknown limit {name!r}; {nearest_name(name, LIMITS)}", param="limit")
+        if name not in fields(kind):
+            raise InvalidRequest(f"unknown limit {name!r}; {nearest_name(name, fields(kind))}", param="limit")
         values[name] = int(value)
-    return Limits(**values)
+    return kind(**values)

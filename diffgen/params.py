@@ -124,9 +124,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     images: Annotated[int, Meta(description="images or clips of one request")] = 16
     prompt: Annotated[int, Meta(description="characters of a prompt")] = 20_000
     time: Annotated[int, Meta(description="seconds from acceptance to the end")] = 86_400
-    body: Annotated[int, Meta(description="bytes of one HTTP request")] = 2**24
-    pictures: Annotated[int, Meta(description="pictures in one HTTP request")] = 16
     grace: Annotated[int, Meta(description="seconds that requests outlive the connection of their client")] = 30
+
+
+# A client does not know the server's limits, which the server applies itself.
+NO_LIMITS = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)  # two arrays are not simply equal or not
 class GenerationResult:
     """The outputs of one request, or the error that it ended with.
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 
 SHELLS = ("bash", "zsh", "fish")
-_FILES = {"config", "prompt_path", "from_metadata", "token_file", "requests"}
-_FOLDERS = {"output_path", "model_path"}
+_FILES = {"config", "prompt_path", "from_metadata", "token_file", "api_key_file", "requests"}
+_FOLDERS = {"output_path", "model_path", "model", "data_path"}
 
 
 def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
@@ -21,10 +21,15 @@ def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
     return 0
 
 
-def flags_of(parser: argparse.ArgumentParser, command: str) -> list[str]:
-    """Every flag of a command, as it is typed."""
+def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
     commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    return [flag for action in _actions(commands.choices[command]) for flag in action.option_strings]
+    found: argparse.ArgumentParser = commands.choices[command]
+    return found
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Every flag of a command, as it is typed."""
+    return [flag for action in _actions(parser) for flag in action.option_strings]
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -13,7 +13,7 @@ from diffgen.cli.connect import open_generator
 from diffgen.cli.settings import Settings, pick
 from diffgen.fields import build
 from diffgen.media.save import check_save
-from diffgen.params import Limits, ModelSpec, parse_params, resolve
+from diffgen.params import NO_LIMITS, ModelSpec, parse_params, resolve
 
 
 def run(settings: Settings, prompts: Sequence[str | None]) -> int:
@@ -54,9 +54,7 @@ def _open_empty(settings: Settings) -> Any:
 def _describe(settings: Settings, prompt: str | None, spec: ModelSpec, pipeline: Any) -> dict[str, Any]:
     params = parse_params({**settings.sampling, "prompt": prompt})
     check_save(settings.save, params, spec)
-    # A server applies its own limits, which a client does not know.
-    unlimited = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
-    limits = unlimited if pipeline is None else settings.server.limits
+    limits = NO_LIMITS if pipeline is None else settings.server.limits
     resolved = resolve(params, spec, limits)
     values = {name: value for name, value in msgspec.structs.asdict(resolved.params).items() if value is not None}
     if params.seed is None:

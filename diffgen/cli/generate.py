@@ -28,7 +28,8 @@ from diffgen.errors import (
     QueueFull,
     ServerClosed,
 )
-from diffgen.handle import Event, GenerationHandle, is_final
+from diffgen.handle import Event, GenerationHandle, is_final, waitable
+from diffgen.media.files import check_folder
 from diffgen.media.save import check_save, save_result
 from diffgen.params import parse_params
 from diffgen.result import GenerationResult
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_save(settings.save, first)
     if settings.call.dry_run:
         return dry_run.run(settings, prompts)
+    check_folder(Path(settings.save.output_path))
     with open_generator(settings.server) as generator, ProgressBar(settings.call.quiet) as bar:
         check_save(settings.save, first, generator.model)
         source = settings.source
@@ -141,7 +143,7 @@ class _Run:
                 handle = self._generator.submit(handle.params)
 
     def _left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return None if self._deadline is None else waitable(max(0.0, self._deadline - time.monotonic()))
 
 
 def _as_json(result: GenerationResult, path: Path, seed: int) -> dict[str, Any]:

@@ -8,35 +8,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 import diffgen
 from diffgen.args import ModelArgs, RunArgs
 from diffgen.cli import serve as serve_command
-from diffgen.cli.completion import SHELLS, flags_of
+from diffgen.cli.completion import SHELLS, flags_of, parser_of
 from diffgen.cli.flags import add_flags
 from diffgen.cli.options import BulkOptions, CallOptions, ConnectOptions
 from diffgen.errors import DiffgenError, InvalidRequest
-from diffgen.fields import close_name
-from diffgen.http.args import HttpArgs
+from diffgen.fields import close_name, fields
+from diffgen.http.args import HttpArgs, HttpLimits
 from diffgen.media.save import SaveOptions
-from diffgen.params import SamplingParams
+from diffgen.params import Limits, SamplingParams
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As every error of the command line, below the usage."""
+        self.print_usage(sys.stderr)
+        self.exit(2, f"diffgen: error: {message}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="diffgen", description="Generate images and clips with diffusion models.")
+    parser = _Parser(prog="diffgen", description="Generate images and clips with diffusion models.")
     parser.add_argument("--version", action="version", version=f"diffgen {diffgen.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate",
         help="generate and save images or a clip",
+        usage="%(prog)s --prompt TEXT [FLAG ...]",
         description="Generate and save images or a clip. Prints the path of each file.",
         allow_abbrev=False,
     )
@@ -50,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     bulk = commands.add_parser(
         "bulk",
         help="run a file of requests, resumable",
+        usage="%(prog)s FILE [FLAG ...]",
         description="Run every request of a file that the manifest does not hold yet. Prints a JSON line an end.",
         allow_abbrev=False,
     )
@@ -59,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP",
+        usage="%(prog)s [MODEL] [FLAG ...]",
         description="Serve a model over HTTP: OpenAI's images and videos, and a page to try it on.",
         allow_abbrev=False,
     )
@@ -66,10 +77,22 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(serve, HttpArgs)
     for struct in (ModelArgs, RunArgs):
         add_flags(serve, struct, serve_command.DEFAULTS)
-    add_limits(serve)
-    status = commands.add_parser("status", help="list what a running server has in work", allow_abbrev=False)
+    add_limits(serve, HttpLimits)
+    status = commands.add_parser(
+        "status",
+        help="list what a running server has in work",
+        usage="%(prog)s --connect ADDRESS [FLAG ...]",
+        description="List the requests that a running server has in work, of every client, and sum up what has ended.",
+        allow_abbrev=False,
+    )
     status.add_argument("--json", action="store_true", help="print one JSON object")
-    cancel = commands.add_parser("cancel", help="cancel a request of a running server", allow_abbrev=False)
+    cancel = commands.add_parser(
+        "cancel",
+        help="cancel a request of a running server",
+        usage="%(prog)s ID --connect ADDRESS [FLAG ...]",
+        description="End a request of a running server, whoever has sent it.",
+        allow_abbrev=False,
+    )
     cancel.add_argument("id", metavar="ID", help="the request's id; diffgen status lists them")
     for parser_of_server in (status, cancel):
         add_flags(parser_of_server, ConnectOptions)
@@ -83,19 +106,20 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """How to serve, or which server to use."""
     for struct in (ConnectOptions, ModelArgs, RunArgs):
         add_flags(parser, struct)
-    add_limits(parser)
+    add_limits(parser, Limits)
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    serving = parser.add_argument_group("Limits")
-    serving.add_argument(
-        "--limit", action="append", default=[], metavar="NAME=VALUE", help="refuse more than this; repeatable"
-    )
+def add_limits(parser: argparse.ArgumentParser, kind: type[Limits]) -> None:
+    text = f"refuse more than this; repeatable; NAME is {', '.join(fields(kind))}"
+    group = parser.add_argument_group("Limits")
+    group.add_argument("--limit", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = _parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name must not end what has been made
     signal.signal(signal.SIGTERM, _on_sigterm)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller's, who may ignore it
         signal.signal(signal.SIGINT, _on_sigint)
@@ -125,11 +149,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
+        command = parser_of(parser, arguments.command)
         flag = next((each.partition("=")[0] for each in unknown if each.startswith("--")), "")
-        flags = {each.lstrip("-").replace("-", "_"): each for each in flags_of(parser, arguments.command)}
+        flags = {each.lstrip("-").replace("-", "_"): each for each in flags_of(command)}
         close = close_name(flag.lstrip("-").replace("-", "_"), flags)
-        remedy = f"did you mean {flags[close]}?" if close else f"see diffgen {arguments.command} --help"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
+        remedy = f"did you mean {flags[close]}?" if close else f"see {command.prog} --help"
+        if not flag and "prompt" in flags:
+            remedy = f"a prompt stands after --prompt, as one text in quotes; {remedy}"
+        command.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
     return arguments
 
 

@@ -10,7 +10,7 @@ from diffgen.args import ModelArgs, RunArgs, parse_limits
 from diffgen.cli.flags import given
 from diffgen.errors import InvalidRequest
 from diffgen.fields import build
-from diffgen.http.args import HttpArgs, check_http, read_api_keys
+from diffgen.http.args import HttpArgs, HttpLimits, check_http, read_api_keys
 from diffgen.http.listen import listen
 from diffgen.loading.hub import local_folder
 from diffgen.loading.index import read_index
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop. Returns the exit code. Raises what is wrong before the model is loaded."""
     http = build(HttpArgs, given(arguments, HttpArgs))
     check_http(http)
-    limits = parse_limits(arguments.limit)
+    limits = parse_limits(arguments.limit, HttpLimits)
     model_options = _model_options(arguments)
     run_options = {**DEFAULTS, **given(arguments, RunArgs)}
     model, runs = build(ModelArgs, model_options), build(RunArgs, run_options)

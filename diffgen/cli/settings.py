@@ -87,7 +87,7 @@ def _server(values: Mapping[str, Any]) -> ServerSettings:
     connect = build(ConnectOptions, pick(ConnectOptions, values))
     options = {**pick(ModelArgs, values), **pick(RunArgs, values)}
     _check_connect(connect, [*options, *(["limit"] if "limit" in values else [])])
-    return ServerSettings(connect, options, parse_limits(_limit_items(values.get("limit", []))))
+    return ServerSettings(connect, options, parse_limits(_limit_items(values.get("limit", [])), Limits))
 
 
 def pick(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, Any]:

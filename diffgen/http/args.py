@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from diffgen.errors import InvalidRequest
 from diffgen.fields import refuse
+from diffgen.params import Limits
 
 API_KEY_VARIABLE = "DIFFGEN_API_KEY"
 
@@ -72,6 +73,17 @@ class HttpArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def keeping(args: HttpArgs) -> str:
     """For who asks for a file that has gone."""
     return f"files are kept {args.media_ttl:g} s"
+
+
+class HttpLimits(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an HTTP server refuses beside."""
+
+    body: Annotated[int, Meta(description="bytes of one HTTP request")] = 2**24
+    pictures: Annotated[int, Meta(description="pictures in one HTTP request")] = 16
+
+    def of_requests(self) -> Limits:
+        """Those that hold for a request however it comes."""
+        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
 
 
 def names(text: str | None) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from starlette.datastructures import UploadFile
 
 from diffgen.errors import InvalidRequest
 from diffgen.fields import refuse, shown
+from diffgen.http.args import HttpLimits
 from diffgen.http.remote import Remote
 from diffgen.media.picture import load_picture
-from diffgen.params import Limits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +39,7 @@ class Picture:
     is_remote: bool = False
 
 
-def given(values: Mapping[str, Any], limits: Limits, remote: Remote) -> list[Picture]:
+def given(values: Mapping[str, Any], limits: HttpLimits, remote: Remote) -> list[Picture]:
     """The pictures of a request, in order; none of them is read yet. Raises :class:`InvalidRequest`."""
     found: list[Picture] = []
     for name in FIELDS:
@@ -66,7 +66,7 @@ def _picture(name: str, value: Any, remote: Remote) -> Picture:
     return Picture(name, value, is_remote=True)
 
 
-async def read_picture(picture: Picture, limits: Limits, remote: Remote) -> NDArray[np.uint8]:
+async def read_picture(picture: Picture, limits: HttpLimits, remote: Remote) -> NDArray[np.uint8]:
     """One of them as uint8 (height, width, 3). Raises :class:`InvalidRequest`."""
     name, value = picture.name, picture.value
     if isinstance(value, UploadFile):

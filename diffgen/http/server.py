@@ -17,11 +17,10 @@ import uvicorn
 from diffgen.api import DiffGenerator
 from diffgen.errors import DiffgenError, ServerError
 from diffgen.http.app import create_app
-from diffgen.http.args import HttpArgs, is_loopback
+from diffgen.http.args import HttpArgs, HttpLimits, is_loopback
 from diffgen.http.listen import data_folder
 from diffgen.http.service import Service
 from diffgen.http.store import Store
-from diffgen.params import Limits
 
 logger = logging.getLogger("diffgen.http")
 
@@ -34,7 +33,7 @@ _LAST_WORDS_S = 5
 
 
 def serve(
-    args: HttpArgs, keys: tuple[bytes, ...], limits: Limits, options: dict[str, Any], listener: socket.socket
+    args: HttpArgs, keys: tuple[bytes, ...], limits: HttpLimits, options: dict[str, Any], listener: socket.socket
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. ``options`` start the model.
 
@@ -75,7 +74,7 @@ class _Server(uvicorn.Server):
         self._service.draining = True
         self._code = 130 if sig == signal.SIGINT else 0
 
-    async def work(self, listener: socket.socket, limits: Limits, options: dict[str, Any]) -> int:
+    async def work(self, listener: socket.socket, limits: HttpLimits, options: dict[str, Any]) -> int:
         """Returns the exit code. Raises why the model could not be loaded, or has gone."""
         tasks = [asyncio.create_task(self._load(limits, options)), asyncio.create_task(self._watch())]
         for task in tasks:
@@ -99,7 +98,7 @@ class _Server(uvicorn.Server):
         self._service.failure = error
         self.should_exit = True
 
-    async def _load(self, limits: Limits, options: dict[str, Any]) -> None:
+    async def _load(self, limits: HttpLimits, options: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[DiffGenerator] = loop.create_future()
 
@@ -107,7 +106,7 @@ class _Server(uvicorn.Server):
             generator: DiffGenerator | None = None
             failure: BaseException | None = None
             try:
-                generator = DiffGenerator.from_pretrained(limits=limits, **options)
+                generator = DiffGenerator.from_pretrained(limits=limits.of_requests(), **options)
             except BaseException as error:
                 failure = error
 

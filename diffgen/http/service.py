@@ -13,7 +13,7 @@ from starlette.requests import Request
 from diffgen.api import DiffGenerator
 from diffgen.errors import DiffgenError
 from diffgen.handle import GenerationHandle
-from diffgen.http.args import HttpArgs, names
+from diffgen.http.args import HttpArgs, HttpLimits, names
 from diffgen.http.errors import HttpError, shutting_down
 from diffgen.http.guard import exchange_of
 from diffgen.http.jobs import VideoJobs
@@ -23,7 +23,7 @@ from diffgen.http.status import Statuses
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Trace, Traces
 from diffgen.http.work import Works
-from diffgen.params import Limits, ModelSpec
+from diffgen.params import ModelSpec
 
 logger = logging.getLogger("diffgen.http")
 
@@ -39,7 +39,7 @@ class Service:
         draining: it was told to stop and takes nothing new.
     """
 
-    def __init__(self, args: HttpArgs, limits: Limits, store: Store) -> None:
+    def __init__(self, args: HttpArgs, limits: HttpLimits, store: Store) -> None:
         self.args, self.limits, self.store = args, limits, store
         self.works = Works()
         self.metrics = Metrics()

@@ -14,7 +14,7 @@ from diffgen.errors import InvalidRequest, OutputError
 from diffgen.fields import refuse
 from diffgen.media import encode, files
 from diffgen.media.metadata import Metadata, fits_jpeg, is_clip, of_output
-from diffgen.params import Limits, ModelSpec, SamplingParams, rational_fps, resolve
+from diffgen.params import NO_LIMITS, ModelSpec, SamplingParams, rational_fps, resolve
 from diffgen.result import GenerationResult
 
 if TYPE_CHECKING:
@@ -25,12 +25,9 @@ IMAGE_FORMATS = ("png", "jpeg", "webp")
 CLIP_FORMATS = ("mp4", "gif")
 LOSSY = ("jpeg", "webp")
 
-# A client does not know the server's limits, which the server applies itself.
-_NO_LIMITS = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
-
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the client writes what it gets; the server never sees these."""
+    """Files: where the client writes what it gets; the server never sees these."""
 
     output_path: Annotated[str, Meta(description="folder for the files")] = "outputs"
     output_file_name: Annotated[
@@ -52,7 +49,8 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def check_save(options: SaveOptions, params: SamplingParams, model: ModelSpec | None = None) -> None:
-    """Everything that can be known to fail before the work; more with ``model``, whose defaults decide what is made.
+    """What of the options can be known to fail before the work; more with ``model``, whose defaults decide what is
+    made. The folder is not looked at: see :func:`diffgen.media.files.check_folder`.
 
     Raises :class:`OutputError` or ``InvalidRequest``.
     """
@@ -60,12 +58,11 @@ def check_save(options: SaveOptions, params: SamplingParams, model: ModelSpec | 
     resolved = params
     if model is not None:
         try:
-            resolved = resolve(params, model, _NO_LIMITS).params
+            resolved = resolve(params, model, NO_LIMITS).params
         except InvalidRequest:
             return  # the server refuses it, with its reason
     if model is not None or params.num_frames is not None:
         _check_kind(options, resolved)
-    files.check_folder(Path(options.output_path))
     if params.output_type == "latent":
         raise OutputError("latents are not pictures: leave output_path out with output_type='latent'")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import struct
 import threading
 import time
@@ -167,17 +166,12 @@ class HttpConnection:
     def _run(self, handle: GenerationHandle) -> None:
         """One request, until it is answered."""
         lost_at = time.monotonic()
-        late_at = math.inf  # the server minds the time limit of what it has, but counts anew where it has begun anew
         try:
             while not handle.done():
                 try:
                     for message, tensor in self._events(handle):
                         lost_at = time.monotonic()
-                        if message is not None:
-                            self._publish(handle, message, tensor)
-                        if lost_at > late_at and not handle.done():
-                            self.cancel(handle.id)
-                            raise out_of_time(handle)
+                        self._publish(handle, message, tensor)
                     if handle.done():
                         return
                     reason = "the answer broke off"
@@ -188,13 +182,12 @@ class HttpConnection:
                 if time.monotonic() - lost_at > self.patience:
                     rule = f"no server has answered at {self.address} for {self.patience:g} s"
                     raise ConnectionFailed(f"{rule}: {reason}")
-                late_at = handle.late_at
-                if time.monotonic() > late_at:
+                if time.monotonic() > handle.late_at:
                     raise out_of_time(handle)
                 if handle.id in self._cancelled:
                     raise RequestCancelled("cancelled by its owner while no server was connected")
                 handle.publish(Restarting(handle.id))
-                self._ended.wait(min(_RETRY_S, max(0.0, late_at - time.monotonic())))
+                self._ended.wait(min(_RETRY_S, max(0.0, handle.late_at - time.monotonic())))
         except DiffgenError as error:
             self._unanswered.fail(handle.id, error)
         except Exception as error:
@@ -208,7 +201,6 @@ class HttpConnection:
                 self._cancelled.discard(handle.id)
 
     def _events(self, handle: GenerationHandle) -> Iterator[tuple[Any, bytes | None]]:
-        """Messages with their tensors; None now and then, where the server is only still there."""
         values = {name: value for name, value in msgspec.structs.asdict(handle.params).items() if value is not None}
         age = f"{time.monotonic() - handle.created:.3f}"
         headers = {"content-type": "application/json", "idempotency-key": handle.id, AGE_HEADER: age}
@@ -225,8 +217,9 @@ class HttpConnection:
             reader = _Reader(answer.iter_raw())
             while (count := reader.number(">I", 4)) is not None:
                 frames = [reader.frame() for _ in range(count)]
-                message = codec.decode(frames[:2], self._decoder, max_body=codec.MAX_ANSWER) if frames else None
-                yield message, frames[2] if len(frames) > 2 else None
+                if frames:
+                    message = codec.decode(frames[:2], self._decoder, max_body=codec.MAX_ANSWER)
+                    yield message, frames[2] if len(frames) > 2 else None
 
     def _publish(self, handle: GenerationHandle, message: Any, tensor: bytes | None) -> None:
         """With the client's own id in place of the server's."""

@@ -103,9 +103,10 @@ class Questions:
 
 
 def out_of_time(handle: GenerationHandle) -> DeadlineExceeded:
-    """For what no server ends: none is there, or one that has begun anew with it."""
+    """For what no server ends, since none is there."""
     limit = handle.params.time_limit
-    return DeadlineExceeded(f"request {handle.id} was ended: its time_limit of {limit:g} s is over, as its server went")
+    over = f"its time_limit of {limit:g} s is over"
+    return DeadlineExceeded(f"request {handle.id} was ended: {over}, and no server is there")
 
 
 def _answers(message: Status | Aborted, question: GetStatus | Abort) -> bool:

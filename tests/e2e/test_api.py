@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -229,6 +230,22 @@ def test_parameters_made_by_hand_are_checked_before_they_are_sent(server: DiffGe
     assert server.submit(SamplingParams(prompt="a", seed=1, **FAST)).result(60).seed == 1
 
 
+def test_whole_parameters_stand_in_place_of_a_prompt(server: DiffGenerator) -> None:
+    asked = [SamplingParams(prompt="a", seed=seed, **FAST) for seed in (1, 2)]
+    assert [result.seed for result in server.generate(asked, timeout=math.inf)] == [1, 2]
+    assert asyncio.run(server.agenerate(asked[0])).seed == server.generate(asked[0]).seed == 1
+    with pytest.raises(InvalidRequest, match="seed beside SamplingParams"):
+        server.generate(asked, seed=3)
+
+
+def test_previews_that_nobody_would_see_are_refused(server: DiffGenerator) -> None:
+    with pytest.raises(InvalidRequest, match=r"preview_every 2 has no effect .*submit"):
+        server.generate("a", preview_every=2, **FAST)
+    with pytest.raises(InvalidRequest, match="preview_every 2"):
+        asyncio.run(server.agenerate("a", preview_every=2, **FAST))
+    assert server.generate("a", preview_every=0, seed=1, **FAST).seed == 1
+
+
 def _refused(handle: Any) -> bool:
     return not isinstance(next(handle.events()), Accepted)
 
@@ -397,6 +414,8 @@ def test_connect_with_a_wrong_token_or_to_nothing(server: DiffGenerator, tmp_pat
         DiffGenerator.connect(f"ipc://{tmp_path}/none", timeout=0.5)
     with pytest.raises(ConnectionFailed, match="tcp://"):
         DiffGenerator.connect("nonsense", timeout=0.5)
+    with pytest.raises(InvalidRequest, match="address is None"):
+        DiffGenerator.connect(None)  # type: ignore[arg-type]
 
 
 def test_a_client_that_leaves_takes_its_requests_along(server: DiffGenerator) -> None:

@@ -60,7 +60,7 @@ def test_env(tmp_path: Path) -> None:
         (["--prompt", "a", "--sede", "1"], 2, "unrecognized arguments: --sede 1; did you mean --seed?"),
         (["--prompt", "a", "--frame-count=5"], 2, "did you mean --num-frames?"),
         (["--prompt", "a", "--no-metadat"], 2, "did you mean --no-metadata?"),
-        (["--prompt", "a", "b"], 2, "unrecognized arguments: b; see diffgen generate --help"),
+        (["--prompt", "a", "b"], 2, "unrecognized arguments: b; a prompt stands after --prompt"),
         (["--prompt", "a", "--limit", "stepz=5"], 2, "did you mean 'steps'"),
         (["--prompt", "a", "--fps", "0"], 2, "fps is 0"),
         (["--prompt", "a", "--model-path", "./nope"], 1, "no such directory"),

@@ -30,8 +30,9 @@ FLAGS = ["--size", "64x64", "--num-inference-steps", "2"]
 NASTY = '猫 "red" circle 😀\nNegative prompt: Steps: 9'
 
 
-def diffgen(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DIFFGEN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=170, check=False)
+def diffgen(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [*DIFFGEN, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=170, check=False, **options)
 
 
 def pixels(path: Path) -> NDArray[np.uint8]:
@@ -78,8 +79,11 @@ def test_every_format_can_be_repeated(tiny_generator: DiffGenerator, tmp_path: P
 
 def test_no_metadata(tiny_generator: DiffGenerator, tmp_path: Path) -> None:
     command = ["generate", "--connect", tiny_generator.address, *FLAGS, "--prompt", "secretcat", "--seed", "1"]
-    done = diffgen(*command, "--no-metadata", "--output-file-name", "x", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    # A stdout that cannot write the name, and a wait that is longer than any.
+    options = {"env": {**os.environ, "PYTHONIOENCODING": "ascii"}}
+    done = diffgen(*command, "--no-metadata", "--output-file-name", "猫", "--timeout", "1e12", cwd=tmp_path, **options)
+    assert (done.returncode, done.stdout) == (0, "outputs/\\u732b.png\n"), done.stderr
+    (tmp_path / "outputs/猫.png").rename(tmp_path / "outputs/x.png")
     data = (tmp_path / "outputs/x.png").read_bytes()
     assert b"secretcat" not in data
     assert b"tEXt" not in data
@@ -180,6 +184,7 @@ def test_dry_run_of_a_server(tiny_generator: DiffGenerator, tmp_path: Path) -> N
     assert "seed" not in line["params"]
     assert "8 frames; wan makes 9" in line["warnings"][0]
     assert diffgen(*command, "--width", "100", cwd=tmp_path).returncode == 2
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.slow

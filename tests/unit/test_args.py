@@ -68,9 +68,14 @@ def test_tokens_that_the_transport_cannot_carry_are_refused_unseen(token: str) -
     assert token not in caught.value.message
 
 
+def test_a_policy_without_replicas_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"dp_policy round_robin has no effect .*dp_size"):
+        check_args(ServerArgs(run=RunArgs(dp_policy="round_robin")))
+
+
 def test_limits_are_read_from_texts() -> None:
-    assert parse_limits(["steps=50", "queue=1", "steps=60"]) == Limits(steps=60, queue=1)
-    assert parse_limits([]) == Limits()
+    assert parse_limits(["steps=50", "queue=1", "steps=60"], Limits) == Limits(steps=60, queue=1)
+    assert parse_limits([], Limits) == Limits()
 
 
 @pytest.mark.parametrize(
@@ -78,13 +83,13 @@ def test_limits_are_read_from_texts() -> None:
 )
 def test_limits_that_are_no_whole_number_are_refused(item: str) -> None:
     with pytest.raises(InvalidRequest, match="limit") as caught:
-        parse_limits([item])
+        parse_limits([item], Limits)
     assert len(caught.value.message) < 300
 
 
 def test_an_unknown_limit_names_the_near_one() -> None:
     with pytest.raises(InvalidRequest, match="did you mean 'steps'"):
-        parse_limits(["stepz=5"])
+        parse_limits(["stepz=5"], Limits)
 
 
 def test_limits_given_as_a_struct_are_checked_too() -> None:
@@ -94,5 +99,5 @@ def test_limits_given_as_a_struct_are_checked_too() -> None:
 
 
 def test_args_survive_the_trip_to_a_rank() -> None:
-    args = ServerArgs(run=RunArgs(num_gpus=2), limits=parse_limits(["pixels=1000000000000000"]))
+    args = ServerArgs(run=RunArgs(num_gpus=2), limits=parse_limits(["pixels=1000000000000000"], Limits))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(args), type=ServerArgs) == args

@@ -92,6 +92,7 @@ def test_no_metadata() -> None:
         (["--connect", "ipc://x", "--model-path", "m"], "model_path with connect"),
         (["--connect", "ipc://x", "--limit", "steps=1"], "limit with connect"),
         (["--token-file", "x"], "token_file has no effect without connect"),
+        (["--limit", "body=5"], "unknown limit 'body'; known"),
         (["--prompt", "a", "--prompt-path", "b"], "prompt and prompt_path are both given"),
         (["--prompt-path", "missing"], "cannot read prompt_path 'missing': No such file"),
         (["--from-metadata", "missing"], "cannot read 'missing': No such file"),

@@ -35,7 +35,7 @@ from diffgen.errors import (
 )
 from diffgen.handle import GenerationHandle
 from diffgen.http.app import create_app
-from diffgen.http.args import HttpArgs, check_http, is_loopback, names, read_api_keys
+from diffgen.http.args import HttpArgs, HttpLimits, check_http, is_loopback, names, read_api_keys
 from diffgen.http.bodies import _form_values, parse_json
 from diffgen.http.errors import HttpError, from_diffgen
 from diffgen.http.guard import Access
@@ -50,7 +50,7 @@ from diffgen.http.store import Job, Store
 from diffgen.http.traces import Traces
 from diffgen.http.work import Work, Works
 from diffgen.logs import about, set_up_logs
-from diffgen.params import Limits, ModelSpec, SamplingParams
+from diffgen.params import ModelSpec, SamplingParams
 from diffgen.result import GenerationResult
 from diffgen.server.pipe import Ready
 from diffgen.server.replica import RankStatus
@@ -108,7 +108,7 @@ def asked(service: Service, method: str, address: str, **more: str) -> tuple[dic
 
 
 def test_a_head_reads_no_file(tmp_path: Path) -> None:
-    service = Service(HttpArgs(), Limits(), Store(tmp_path))
+    service = Service(HttpArgs(), HttpLimits(), Store(tmp_path))
     service.store.add_image("img_1", [b"x" * 200_000], "image/png", time.time() + 100)
     done = job(1, status="completed", expires_at=time.time() + 100)
     service.store.add(done)
@@ -134,7 +134,7 @@ def test_a_head_reads_no_file(tmp_path: Path) -> None:
 
 def test_ignored_parameters_of_an_address_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In a header, with the answer where it has a place for warnings, and in the log."""
-    service = Service(HttpArgs(unknown_params="ignore", served_model_name="m"), Limits(), Store(tmp_path))
+    service = Service(HttpArgs(unknown_params="ignore", served_model_name="m"), HttpLimits(), Store(tmp_path))
     service.store.add(job(1, warnings=("its own",), status="failed", error=("code", "text")))
     caplog.set_level(logging.INFO, "diffgen.http")
     warning = "'limt' has no effect: it is not known"
@@ -154,16 +154,16 @@ def test_ignored_parameters_of_an_address_are_told(tmp_path: Path, caplog: pytes
 def test_a_server_ends_where_one_of_its_tasks_fails(tmp_path: Path) -> None:
     """As by a mistake in it, which no client and nobody at the terminal would learn otherwise."""
     args = HttpArgs(port=0)
-    service = Service(args, Limits(), Store(tmp_path))
+    service = Service(args, HttpLimits(), Store(tmp_path))
     server = _Server(service, create_app(service, ()))
     with listen(args) as listener, pytest.raises(ServerError, match=r"the server failed: TypeError: .*limits"):
-        asyncio.run(server.work(listener, Limits(), {"limits": Limits()}))
+        asyncio.run(server.work(listener, HttpLimits(), {"limits": HttpLimits()}))
     service.close()
 
 
 def test_no_job_is_taken_while_those_of_a_former_server_are_looked_up(tmp_path: Path) -> None:
     """It would be one of them, and run twice."""
-    service, generator = Service(HttpArgs(), Limits(), Store(tmp_path)), cast(DiffGenerator, object())
+    service, generator = Service(HttpArgs(), HttpLimits(), Store(tmp_path)), cast(DiffGenerator, object())
 
     async def check() -> None:
         with service.store._lock:  # for which the look-up waits
@@ -179,7 +179,7 @@ def test_no_job_is_taken_while_those_of_a_former_server_are_looked_up(tmp_path: 
 
 
 def test_a_client_that_stalls_while_the_server_ends_is_told(tmp_path: Path) -> None:
-    service = Service(HttpArgs(), Limits(), Store(tmp_path))
+    service = Service(HttpArgs(), HttpLimits(), Store(tmp_path))
     service.generator = cast(DiffGenerator, object())
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {

@@ -23,9 +23,9 @@ from PIL import Image
 
 from diffgen.errors import InvalidRequest
 from diffgen.http import remote
+from diffgen.http.args import HttpLimits
 from diffgen.http.pictures import given, read_picture
 from diffgen.http.remote import Remote, is_public, read_places
-from diffgen.params import Limits
 
 
 class Site(http.server.ThreadingHTTPServer):
@@ -95,7 +95,7 @@ def place(site: Site) -> str:
 
 
 def test_a_picture_is_fetched_and_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed, limits = Remote(read_places([place(site)])), Limits()
+    allowed, limits = Remote(read_places([place(site)])), HttpLimits()
     (picture,) = given({"image_url": {"url": f"{site.url}/a.png"}}, limits, allowed)
     assert picture.is_remote
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -168,9 +168,9 @@ def test_too_much_too_slow_and_no_picture(site: Site) -> None:
         assert refusal(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}", total_s=0.3)[0] == "image_fetch_failed"
     assert refusal(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}")[0] == "image_fetch_failed", "nobody listens"
     allowed = Remote(read_places([place(site)]))
-    (picture,) = given({"url": f"{site.url}/page"}, Limits(), allowed)
+    (picture,) = given({"url": f"{site.url}/page"}, HttpLimits(), allowed)
     with pytest.raises(InvalidRequest) as caught:
-        asyncio.run(read_picture(picture, Limits(), allowed))
+        asyncio.run(read_picture(picture, HttpLimits(), allowed))
     assert (caught.value.code, caught.value.param) == ("image_decode_failed", "url")
 
 

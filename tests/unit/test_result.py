@@ -97,5 +97,11 @@ def test_what_the_server_said_is_kept() -> None:
     assert result().paths == [], "results share no list"
 
 
+def test_results_can_stand_in_lists_and_sets() -> None:
+    one, other = result(), result()
+    assert [one, other].index(other) == 1
+    assert len({one, other}) == 2
+
+
 def test_the_repr_is_short() -> None:
     assert len(repr(result(frames=5))) < 700

@@ -179,16 +179,11 @@ def test_a_proxy_whose_server_is_away_is_asked_again(slow: Slow) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_time_limit_holds_where_the_server_has_gone_or_begun_anew(slow: Slow) -> None:
-    slow.events = [Progress("theirs", "denoise", 1, 2)]
-    slow.may_answer.set()
-    slow.refusals = 1
-    for url in ("http://127.0.0.1:1", slow.url):
-        connection = HttpConnection(url)
-        with pytest.raises(DeadlineExceeded, match=r"time_limit of 0\.3 s"):
-            connection.submit(SamplingParams(prompt="a", time_limit=0.3)).result(10)
-        connection.close()
-    assert slow.cancels == ["/v1/requests/theirs"]
+def test_a_time_limit_holds_while_no_server_is_there() -> None:
+    connection = HttpConnection("http://127.0.0.1:1")
+    with pytest.raises(DeadlineExceeded, match=r"time_limit of 0\.3 s"):
+        connection.submit(SamplingParams(prompt="a", time_limit=0.3)).result(5)
+    connection.close()
 
 
 @pytest.mark.timeout(30)
