@@ -168,16 +168,17 @@ def test_bulk_status_and_cancel_on_a_running_server(tiny_wan: Path) -> None:
         image = np.asarray(Image.open(root / "out" / "000003_2.png"))
         assert level_difference(image, expected.pixels[0, 0]) <= 1
 
-        handle = generator.submit("a", seed=1, **{**SMALL, "num_inference_steps": 900})
+        # So large that it runs longer than the commands take to start, however fast the machine is.
+        handle = generator.submit("a", seed=1, num_inference_steps=900, width=384, height=384, num_frames=1)
         next(event for event in handle.events() if isinstance(event, Progress) and event.stage == "denoise")
         status = run([*DIFFGEN, "status", "--connect", generator.address], root)
         assert status.returncode == 0, status.stderr
-        assert re.search(rf"{handle.id}  1 x 64x64  denoise \d+/900", status.stdout)
+        assert re.search(rf"{handle.id}  1 x 384x384  denoise \d+/900", status.stdout)
         assert "1 running, 0 queued; ended: 4 done" in status.stdout
         as_json = json.loads(run([*DIFFGEN, "status", "--json", "--connect", generator.address], root).stdout)
         assert as_json["requests"][0]["id"] == handle.id
         assert run([*DIFFGEN, "cancel", handle.id, "--connect", generator.address], root).returncode == 0
-        wait_until(handle.done, 10, "the request has ended")
+        wait_until(handle.done, 30, "the request has ended")
         gone = run([*DIFFGEN, "cancel", handle.id, "--connect", generator.address], root)
         assert gone.returncode == 1
         assert "no request" in gone.stderr

@@ -105,9 +105,7 @@ def urls_unknown_parameters_and_metadata(server: Server) -> str:
     assert clip["warnings"] == in_vain[:2]
     assert server.http.get(f"/v1/videos/{clip['id']}?sid=1").json()["warnings"] == in_vain
     assert server.http.delete(f"/v1/videos/{clip['id']}?sid=1").json()["deleted"]
-    lines = [json.loads(line) for line in server.lines if line.startswith("{")]
-    # The deletion's may still be on its way.
-    assert in_vain[2:] in [line.get("warnings") for line in lines]
+    wait_until(lambda: in_vain[2:] in [line.get("warnings") for line in logged(server)], 5, "the log has it")
     url = answer["data"][0]["url"]
     base = "https://draw.example/tiny/v1/"
     assert url.startswith(f"{base}images/{answer['id']}/content")
@@ -121,18 +119,24 @@ def a_rank_tells_which_request_it_works_for(server: Server) -> str:
     """Returns the generation's id."""
     answer = server.post({**SMALL, "prompt": "broken"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
-    lines = [json.loads(line) for line in server.lines if line.startswith("{")]
-    (told,) = (line for line in lines if line["process"] == "rank 0" and "traceback" in line)
+
+    def traced() -> list[dict[str, Any]]:
+        return [line for line in logged(server) if line["process"] == "rank 0" and "traceback" in line]
 
     def ours() -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in server.lines if line.startswith("{")]
-        return [line for line in found if line.get("request_id") == answer.headers["x-request-id"]]
+        return [line for line in logged(server) if line.get("request_id") == answer.headers["x-request-id"]]
 
-    wait_until(lambda: ours() != [], 5, "the request's line is there")
+    wait_until(lambda: traced() and ours(), 5, "the rank's line is there, and the request's")
+    (told,) = traced()
     assert told["generation"] == ours()[0]["generation"]
     assert told["message"] == "denoise failed"
     assert ours()[0]["prompt"] == "broken"
     return str(told["generation"])
+
+
+def logged(server: Server) -> list[dict[str, Any]]:
+    """The lines of the log that have come."""
+    return [json.loads(line) for line in server.lines if line.startswith("{")]
 
 
 def a_full_disk(server: Server, data: Path) -> str:

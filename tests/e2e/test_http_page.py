@@ -248,7 +248,7 @@ def test_a_restart_under_a_clip(bundled_server: Server, page: Page) -> None:
     page.goto(bundled_server.url)
     expect(page.locator("#state")).to_have_text("shapes is ready")
     page.get_by_label("Clip", exact=True).check()
-    generate(page, "a red circle moving up", Width=64, Height=64, Steps=80, Frames=5)
+    generate(page, "a red circle moving up", Width=64, Height=64, Steps=160, Frames=5)
     card = page.locator("article").first
     expect(card.locator(".told")).to_have_text(re.compile(r"^[1-9]\d? %"))
     bundled_server.process.kill()
@@ -259,5 +259,5 @@ def test_a_restart_under_a_clip(bundled_server: Server, page: Page) -> None:
     with serving(bundled_server.root, *arguments):
         expect(card.locator("video")).to_be_visible()
         expect(page.locator("#state")).to_have_text("shapes is ready")
-        assert page.get_by_label("Steps", exact=True).input_value() == "80", "what was typed stays"
+        assert page.get_by_label("Steps", exact=True).input_value() == "160", "what was typed stays"
         shot(page, "6-after")

@@ -86,11 +86,14 @@ def check_failures(generator: DiffGenerator, rank: int, alone: Sequence[Any]) ->
 def check_agreement(generator: DiffGenerator, replicas: int = 1) -> None:
     """The ranks of each replica have run the same units to the same values."""
     time.sleep(1.2)  # a heartbeat later
+    wait_until(lambda: _agree(generator, replicas), 10, "all have said the same")
+
+
+def _agree(generator: DiffGenerator, replicas: int) -> bool:
     beats = [rank.heartbeat for rank in generator.ranks()]
-    size = len(beats) // replicas
-    for first in range(0, len(beats), size):
-        found = {(beat.tick, beat.fingerprint, str(beat.units)) for beat in beats[first : first + size] if beat}
-        assert len(found) == 1
+    said = [None if beat is None else (beat.tick, beat.fingerprint, str(beat.units)) for beat in beats]
+    size = len(said) // replicas
+    return None not in said and all(len({*said[first : first + size]}) == 1 for first in range(0, len(said), size))
 
 
 def check_death(generator: DiffGenerator, alone: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ _DECODER = codec.server_message_decoder()
 class Raw:
     """``options`` are ZMQ's, set before it connects."""
 
-    def __init__(self, address: str, token: str | None = None, options: dict[int, int] | None = None) -> None:
+    def __init__(self, address: str, token: str | None = None, options: dict[int, int | bytes] | None = None) -> None:
         self.tensors: list[bytes] = []  # of the last answer
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)

@@ -247,8 +247,7 @@ def test_a_replica_that_is_back_before_its_death_is_heard_of_is_used(replicas: R
     wait_until(hello, 10, "it is greeted")
     assert up(controller) == [1]
     controller._supervisors[0]._on_death(())
-    controller._turn()
-    assert up(controller) == [0, 1]
+    wait_until(lambda: controller._turn() and up(controller) == [0, 1], 10, "it is used")
 
 
 def test_what_a_dead_replica_has_said_does_not_follow_restarting(replicas: Replicas) -> None:

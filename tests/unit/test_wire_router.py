@@ -95,6 +95,7 @@ def test_malformed_messages_are_counted_and_nothing_else(served: Served, tmp_pat
         (b"",),
         (b"x",),
         (b"\0" * 1000,),
+        (b"HTTP/1", b"x"),
         (b"",) * 50,
         (b"", b""),
         (PREFIX,),
@@ -116,6 +117,16 @@ def test_malformed_messages_are_counted_and_nothing_else(served: Served, tmp_pat
     assert not marker.exists()
 
 
+def test_a_request_with_unknown_fields_is_answered_where_its_id_can_be_read(served: Served) -> None:
+    with Raw(served.private) as client:
+        client.send(PREFIX, msgspec.msgpack.encode({"type": "Submit", "id": "mine", "prompt": "a"}))
+        answer = client.answer()
+    assert isinstance(answer, Failed)
+    assert (answer.id, answer.error.code) == ("mine", "invalid_request")
+    assert "prompt" in answer.error.message
+    assert served.seen == []
+
+
 def test_a_client_of_another_version_is_told(served: Served) -> None:
     with Raw(served.private) as client:
         client.send(b"DGEN" + (PROTOCOL_VERSION + 1).to_bytes(2, "big"), b"whatever they say there")
@@ -131,7 +142,8 @@ def test_an_oversized_message_costs_its_sender_the_connection(served: Served) ->
     with Raw(served.private) as client, Raw(served.private) as other:
         client.send(PREFIX, b"x" * (codec.MAX_BODY + 1))
         assert isinstance(other.hello(), Welcome)
-    assert served.seen == [Hello()]
+        client.hello(seconds=0.5)  # which comes after it, or not at all
+    assert served.router.malformed == 0, "it has not been read, so it has taken no memory"
 
 
 def test_the_largest_request_that_clients_may_make_fits(served: Served) -> None:
@@ -214,6 +226,25 @@ def test_a_client_that_left_does_not_stop_the_others(served: Served) -> None:
         gone.send(*(bytes(frame) for frame in codec.encode(Submit("a", SamplingParams(prompt="a")))))
     with Raw(served.private) as client:
         assert isinstance(client.hello(), Welcome)
+
+
+def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing(served: Served) -> None:
+    with Raw(served.private, options={zmq.RCVHWM: 1}) as slow, Raw(served.private) as client:
+        assert isinstance(slow.hello(), Welcome)
+        (identity,) = served.router._owner
+        count = 20_000  # many times what sockets take unread
+        for step in range(count):
+            served.router.send(identity, Progress("a", "denoise", step, count))
+        assert isinstance(client.hello(), Welcome)
+        assert [slow.answer().step for _ in range(count)] == list(range(count))
+
+
+def test_a_client_that_comes_back_before_its_old_connection_is_seen_to_end(served: Served) -> None:
+    options: dict[int, int | bytes] = {zmq.IDENTITY: b"client"}
+    with Raw(served.private, options={**options, zmq.RECONNECT_IVL: -1}) as old:
+        assert isinstance(old.hello(), Welcome)
+        with Raw(served.private, options=options) as new:
+            assert isinstance(new.hello(), Welcome)
 
 
 def test_every_client_hears_the_farewell(tmp_path: Path, model: ModelSpec) -> None:
