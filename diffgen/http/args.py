@@ -116,8 +116,8 @@ def is_loopback(host: str) -> bool:
 def read_api_keys(args: HttpArgs) -> tuple[bytes, ...]:
     """Every key that lets a client in; none means that nobody needs one.
 
-    Raises :class:`InvalidRequest` for a file that cannot be read or holds no key, and where others could reach a
-    server that asks for none.
+    Raises :class:`InvalidRequest` for a file that cannot be read or holds no key, where others could reach a server
+    that asks for none, and where they were to be let in without one.
     """
     keys: list[str] = []
     if args.api_key_file is not None:
@@ -131,6 +131,8 @@ def read_api_keys(args: HttpArgs) -> tuple[bytes, ...]:
             refuse("api_key_file", f"api_key_file {args.api_key_file!r} holds no key; write one a line")
     if os.environ.get(API_KEY_VARIABLE):
         keys.append(os.environ[API_KEY_VARIABLE])
+    if keys and args.insecure:
+        refuse("insecure", f"insecure with an API key, which is asked for: leave out one of them ({API_KEY_VARIABLE} too)")
     if not keys and not is_loopback(args.host) and not args.insecure:
         remedy = "give api_key_file, or insecure where everyone who can reach it may use it"
         raise InvalidRequest(f"host {args.host} can be reached by others and no API key is set; {remedy}", param="host")

@@ -308,6 +308,8 @@ def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read_api_keys(HttpArgs(host="0.0.0.0", insecure=True)) == ()
     (tmp_path / "keys").write_text("a\n\n b \n")
     monkeypatch.setenv("DIFFGEN_API_KEY", "c")
+    with pytest.raises(InvalidRequest, match=r"insecure with an API key.*leave out one"):
+        read_api_keys(HttpArgs(insecure=True))
     assert read_api_keys(HttpArgs(host="0.0.0.0", api_key_file=str(tmp_path / "keys"))) == (b"a", b"b", b"c")
     (tmp_path / "keys").write_text("\n")
     with pytest.raises(InvalidRequest, match="holds no key"):
