@@ -117,16 +117,14 @@ def add_limits(parser: argparse.ArgumentParser, kind: type[Limits]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    _mend_streams()
     arguments = _parse(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name must not end what has been made
     signal.signal(signal.SIGTERM, _on_sigterm)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller's, who may ignore it
         signal.signal(signal.SIGINT, _on_sigint)
     try:
         code = _run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where it may fail with a word
+        sys.stdout.flush()  # here, where it may fail with a word
         return code
     except InvalidRequest as error:
         _complain(error)
@@ -143,6 +141,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Writing the rest at exit would only fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _mend_streams() -> None:
+    """What is written to a closed stream goes nowhere, and no file or socket gets its number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name must not end what has been made
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -132,7 +132,8 @@ def read_api_keys(args: HttpArgs) -> tuple[bytes, ...]:
     if os.environ.get(API_KEY_VARIABLE):
         keys.append(os.environ[API_KEY_VARIABLE])
     if keys and args.insecure:
-        refuse("insecure", f"insecure with an API key, which is asked for: leave out one of them ({API_KEY_VARIABLE} too)")
+        rule = f"it is asked for; leave out one of them, {API_KEY_VARIABLE} too"
+        refuse("insecure", f"insecure with an API key: {rule}")
     if not keys and not is_loopback(args.host) and not args.insecure:
         remedy = "give api_key_file, or insecure where everyone who can reach it may use it"
         raise InvalidRequest(f"host {args.host} can be reached by others and no API key is set; {remedy}", param="host")
