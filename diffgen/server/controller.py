@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from diffgen.args import ListenArgs, ServerArgs, check_args
+from diffgen.args import ListenArgs, RunArgs, ServerArgs, check_args
 from diffgen.distributed.dims import ranks_of_replica
 from diffgen.errors import DiffgenError, ServerError
 from diffgen.server.backend import Backend
@@ -64,7 +64,7 @@ class DataParallelController:
     def _supervise(self, index: int) -> Supervisor:
         run = self.args.run
         ranks = ranks_of_replica(run)
-        alone = msgspec.structs.replace(run, num_gpus=ranks, dp_size=1)
+        alone = msgspec.structs.replace(run, num_gpus=ranks, dp_size=1, dp_policy=RunArgs().dp_policy)
         args = msgspec.structs.replace(self.args, run=alone, listen=ListenArgs())
         return Supervisor(
             args,
