@@ -41,9 +41,10 @@ class Forecast:
         ends = [ends - now for _, ends in self._found.values() if ends is not None]
         return min(ends) if ends else None
 
-    def status(self, job: Job, now: float) -> RequestStatus:
+    def status(self, job: Job, now: float, began: float) -> RequestStatus:
+        """As of ``now``, in a unit that ``began`` then and counts only once it has ended."""
         params, place = job.resolved.params, job.position
-        ahead, eta = self.of(job, now)
+        ahead, eta = self.of(job, began)
         return RequestStatus(
             id=job.id,
             state="queued" if place is None else "running",
@@ -57,6 +58,6 @@ class Forecast:
             total=0 if place is None else place.units,
             priority="interactive" if job.interactive else "batch",
             ahead=ahead,
-            eta=eta,
+            eta=None if eta is None else max(0.0, eta - (now - began)),
             time_left=None if job.deadline is None else job.deadline - now,
         )

@@ -31,9 +31,7 @@ from diffgen.wire.messages import (
     Cancel,
     ClientMessage,
     Failed,
-    GetStatus,
     Gone,
-    Hello,
     Progress,
     ServerMessage,
     Status,
@@ -91,6 +89,7 @@ class Scheduler:
         self._units: collections.Counter[str] = collections.Counter()
         self._batches: collections.Counter[int] = collections.Counter()
         self._tick_seconds = 0.0
+        self._began: float | None = None  # the unit that runs
         self._since = clock()
 
     @property
@@ -99,21 +98,18 @@ class Scheduler:
         return not self._jobs and not self._drop
 
     def handle(self, client: bytes, message: ClientMessage | Gone) -> list[Answer]:
-        """Take one message; returns what to send at once."""
+        """Take one message, not between :meth:`plan` and :meth:`commit`; returns what to send. Of one that says hello
+        it learns that the client is there."""
         if isinstance(message, Gone):
             self._away[client] = self._clock()
             return []
         self._away.pop(client, None)
         match message:
-            case Hello():
-                return [(client, Welcome(self.epoch, self.model))]
             case Submit():
                 return self._submit(client, message)
             case Cancel():
                 job = self._jobs.get(message.id)
                 return [] if job is None or job.client != client else [self._cancel(job, "cancelled by its client")]
-            case GetStatus():
-                return [(client, self.status())]
             case Abort():
                 found = self._jobs.get(message.id)
                 reply = (client, Aborted(message.id, found is not None))
@@ -122,13 +118,18 @@ class Scheduler:
                 self._leave(client, "its client has left")
         return []
 
+    @property
+    def welcome(self) -> Welcome:
+        return Welcome(self.epoch, self.model)
+
     def status(self) -> Status:
-        """What is in work, and what has been done."""
+        """What is in work, and what has been done; at any time."""
         now = self._clock()
-        self._forecast.look(now)
+        began = now if self._began is None else self._began
+        self._forecast.look(began)
         running = sum(job.started is not None for job in self._jobs.values())
         return Status(
-            requests=tuple(self._forecast.status(job, now) for job in self._jobs.values()),
+            requests=tuple(self._forecast.status(job, now, began) for job in self._jobs.values()),
             finished=dict(self._finished),
             ticks=self._tick,
             seconds=now - self._since,
@@ -221,6 +222,7 @@ class Scheduler:
         flying = [*running, *admitted]
         chosen = self._policy.choose(flying, now, self._admission.free(flying))
         stage = 0 if not chosen or chosen[0].position is None else chosen[0].position.stage
+        self._began = now
         encodes = len(chosen) == 1 and stage < len(self._stages) and self._stages[stage].encodes
         text = self._texts.look_up(chosen[0].resolved.params) if encodes else None
         self._reused = text is not None and text.hit
@@ -248,6 +250,7 @@ class Scheduler:
         """Take a tick's outcomes and its duration. Finished requests stay until :meth:`release`."""
         answers: list[Answer] = []
         now = self._clock()
+        self._began = None
         failed = any(outcome.error is not None for outcome in outcomes)
         self._tick_seconds += seconds
         if outcomes:

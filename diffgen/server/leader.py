@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -21,7 +22,15 @@ from diffgen.server.answer import make_result
 from diffgen.server.outbox import Outbox
 from diffgen.server.pipe import Journal, Pipe, Ready, Start, Stop, ToRank
 from diffgen.server.warmup import place, warm_up
-from diffgen.wire.messages import Closing, Failed, Status, Submit
+from diffgen.wire.messages import (
+    ClientMessage,
+    Closing,
+    Failed,
+    GetStatus,
+    Hello,
+    ServerMessage,
+    Submit,
+)
 from diffgen.wire.router import Router
 from diffgen.worker.faults import Faults
 from diffgen.worker.worker import GPUWorker
@@ -60,8 +69,9 @@ class Leader:
     ) -> None:
         self._worker, self._scheduler, self._faults = worker, scheduler, faults
         self._pipe, self._inbox = pipe, inbox
+        self._looking = threading.Lock()  # around every use of the scheduler: the router's thread looks into it, too
         warm_up(start.args, worker, self._broadcast)
-        self._router = Router(start.socket, start.args.listen, inbox)
+        self._router = Router(start.socket, start.args.listen, inbox, self._at_once)
         self._outbox = Outbox(self._router, Path(start.run_folder) / "answers")
         pipe.send(Ready(worker.pipeline.spec.name, self._router.address))
 
@@ -84,35 +94,51 @@ class Leader:
                 return False
             client, message = item
             if not self._outbox.take(client, message):
-                answers = self._scheduler.handle(client, message)
+                with self._looking:
+                    answers = self._scheduler.handle(client, message)
                 # A request that is refused was never in work: sent again, it is looked at anew.
                 self._answer(answers, keep=not isinstance(message, Submit))
-        self._answer(self._scheduler.expire())
+        with self._looking:
+            late = self._scheduler.expire()
+        self._answer(late)
         return True
+
+    def _at_once(self, router: Router, message: ClientMessage) -> ServerMessage | None:
+        """On the router's thread: what changes nothing does not wait for the end of a unit."""
+        match message:
+            case Hello():
+                return self._scheduler.welcome
+            case GetStatus():
+                with self._looking:
+                    status = self._scheduler.status()
+                return msgspec.structs.replace(status, malformed=router.malformed, unread=self._inbox.qsize())
+        return None
 
     def _tick(self) -> None:
         scheduler, worker = self._scheduler, self._worker
-        plan = scheduler.plan()
+        with self._looking:
+            plan = scheduler.plan()
         self._pipe.send(Journal(plan.ids))
         self._broadcast(plan)
         began = time.perf_counter()
         outcomes, finished = worker.tick(plan)
-        place(scheduler, worker, plan, outcomes)
-        self._answer(scheduler.commit(outcomes, time.perf_counter() - began))
+        with self._looking:
+            place(scheduler, worker, plan, outcomes)
+            answers = scheduler.commit(outcomes, time.perf_counter() - began)
+        self._answer(answers)
         for preview, array in worker.previews:
             self._router.send(scheduler.client_of(preview.id), preview, array)
         # Results are copied from a device, which may hang.
         with worker.watched():
             for req in finished.values():
-                job = scheduler.release(req.id)
+                with self._looking:
+                    job = scheduler.release(req.id)
                 self._faults.at("send", prompts=[req.params.prompt])
                 result, tensor = make_result(req, job.timings, worker.executor.device)
                 self._outbox.send(job.client, result, tensor)
 
     def _answer(self, answers: Iterable[Answer], keep: bool = True) -> None:
         for client, answer in answers:
-            if isinstance(answer, Status):
-                answer = msgspec.structs.replace(answer, malformed=self._router.malformed)
             if isinstance(answer, Failed) and keep:
                 self._outbox.send(client, answer)
             else:

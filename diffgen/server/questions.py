@@ -71,4 +71,5 @@ def merged(parts: Sequence[Status], restarts: int, malformed: int = 0) -> Status
         restarts=restarts,
         text_cache=total("text_cache"),
         malformed=malformed + sum(part.malformed for part in parts),
+        unread=sum(part.unread for part in parts),
     )

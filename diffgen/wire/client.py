@@ -88,7 +88,6 @@ class Connection:
         self._settled = threading.Event()  # welcomed, or ended
         self._welcomed = False
         self._lost_at: float | None = time.monotonic()  # since when no server has been heard; None while welcomed
-        self._pinged = False  # a server has been heard that has not welcomed this client
         self._decoder = codec.server_message_decoder()
         try:
             self._dealer = Dealer(address, _OPTIONS, token)
@@ -105,9 +104,7 @@ class Connection:
         Raises :class:`ConnectionFailed` after ``timeout`` seconds, or what ended the connection.
         """
         if not self._settled.wait(handles.waitable(timeout)):
-            where = f"at {self.address} within {timeout:g} s"
-            silent, busy = "is it up?", "it lives, and is in a long unit of work; give it more time"
-            error = ConnectionFailed(f"no diffgen server answered {where}; {busy if self._pinged else silent}")
+            error = ConnectionFailed(f"no diffgen server answered at {self.address} within {timeout:g} s; is it up?")
             self.end(error)
             raise error
         self._unanswered.check()
@@ -133,8 +130,10 @@ class Connection:
         try:
             return answer.result(handles.waitable(timeout))
         except TimeoutError:
-            remedy = "one comes between units of work; give it more time"
-            raise ConnectionFailed(f"no answer from {self.address} within {timeout:g} s: {remedy}") from None
+            remedy = "give it more time"
+            if isinstance(question, Abort):
+                remedy = f"the request ends with the present unit of work, whose end the answer waits for; {remedy}"
+            raise ConnectionFailed(f"no answer from {self.address} within {timeout:g} s; {remedy}") from None
 
     def end(self, error: DiffgenError) -> None:
         """Fail every pending request, and every later one, with ``error``."""
@@ -284,8 +283,7 @@ class Connection:
                     self._send_request(Submit(handle.id, handle.params, time.monotonic() - handle.created))
                 self._settled.set()
             case Ping():
-                if self._lost_at is not None:  # it is only too busy for a welcome
-                    self._lost_at, self._pinged = time.monotonic(), True
+                pass
             case Closing():
                 self.end(ServerClosed(f"the server at {self.address} was stopped"))
             case Failed(id=""):

@@ -178,6 +178,7 @@ class Status(_Message, frozen=True):
         restarts: how often the ranks have been started again.
         text_cache: "hits" and "misses" of encoded texts, and the "bytes" of those that each rank keeps.
         malformed: messages that could not be read.
+        unread: messages that have come and are looked at once the present unit has ended.
     """
 
     requests: tuple[RequestStatus, ...]
@@ -193,6 +194,7 @@ class Status(_Message, frozen=True):
     restarts: int
     text_cache: dict[str, int]
     malformed: int = 0
+    unread: int = 0
 
 
 class Aborted(_Message, frozen=True):

@@ -13,7 +13,7 @@ from diffgen.errors import GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.scheduler import admission
 from diffgen.scheduler.job import Need
-from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, GetStatus, Gone, Hello, Progress, Submit, Welcome
+from diffgen.wire.messages import Accepted, Bye, Cancel, Failed, Gone, Hello, Progress, Submit, Welcome
 
 Drive = Callable[..., Driver]
 
@@ -24,7 +24,7 @@ def drive(model: ModelSpec) -> Drive:
 
 
 def test_hello_is_welcomed_with_epoch_and_model(drive: Drive, model: ModelSpec) -> None:
-    assert drive().send(A, Hello()) == [Welcome("epoch", model)]
+    assert drive().scheduler.welcome == Welcome("epoch", model)
 
 
 def test_a_request_runs_unit_by_unit_and_is_done(drive: Drive) -> None:
@@ -223,7 +223,7 @@ def test_place_and_end_are_told_when_accepted_and_in_the_status(drive: Drive) ->
     assert (short.ahead, short.eta) == (0, 3.0), "it goes before the long one"
     assert (bulk.ahead, bulk.eta) == (2, 15.0)
     driver.tick()
-    (status,) = driver.send(B, GetStatus())
+    status = driver.scheduler.status()
     told = [(r.id, r.state, r.priority, r.ahead, r.eta) for r in status.requests]
     assert told == [
         ("long", "running", "interactive", 1, 12.0),
@@ -231,6 +231,10 @@ def test_place_and_end_are_told_when_accepted_and_in_the_status(drive: Drive) ->
         ("bulk", "running", "batch", 2, 14.0),
     ]
     assert status.requests[0].time_left == Limits().time - 1
+    driver.scheduler.plan()
+    driver.now += 0.75
+    etas = [each.eta for each in driver.scheduler.status().requests]
+    assert etas == [11.25, 1.25, 13.25], "while a unit runs, its time counts"
 
 
 def test_the_status_counts(drive: Drive) -> None:
@@ -239,15 +243,15 @@ def test_the_status_counts(drive: Drive) -> None:
         driver.submit(name)
     driver.submit("too many")
     driver.submit("wrong", width=100)
-    (status,) = driver.send(A, GetStatus())
+    status = driver.scheduler.status()
     assert (status.queued, status.running, status.refused) == (4, 0, {"queue_full": 2})
     driver.tick()
     driver.send(A, Cancel("gone"))
-    (status,) = driver.send(A, GetStatus())
+    status = driver.scheduler.status()
     assert (status.queued, status.running) == (0, 3)
     driver.drain()
     driver.submit("wrong", width=100)
-    (status,) = driver.send(A, GetStatus())
+    status = driver.scheduler.status()
     assert status.finished == {"done": 2, "generation_failed": 1, "request_cancelled": 1}
     assert status.refused == {"queue_full": 2, "invalid_size": 1}
     assert status.units == {"encode": 3, "denoise": 7}, "only those that passed"

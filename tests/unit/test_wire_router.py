@@ -467,6 +467,39 @@ def test_a_client_that_was_away_gets_its_result_from_the_next_server(tmp_path: P
         second.close()
 
 
+def test_what_waits_for_a_client_that_does_not_read_has_a_limit(
+    tmp_path: Path, model: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bytes, and in small messages; others are served meanwhile. When it reads again, it is welcomed once more."""
+    monkeypatch.setattr("diffgen.wire.router.MOST_WAITING", 2**22)
+    monkeypatch.setattr("diffgen.wire.router._MOST_MESSAGES", 1000)
+    monkeypatch.setattr("diffgen.wire.router._PING_S", 0.1)
+    served, many = Served(tmp_path, model), 20_000
+    large = np.zeros(2**20, np.uint8)
+    for content, most in (((_result("a"), large), 4 + 3), ((Progress("a", "denoise", 1, 2),), many - 1)):
+        with (
+            Raw(served.private, None, {zmq.RCVHWM: 1, zmq.RCVBUF: 4096}) as slow,
+            Raw(served.private) as other,
+        ):
+            slow.hello()
+            (client,) = served.router._owner
+            for _ in range(30 if len(content) == 2 else many):
+                served.router.send(client, *content)
+            wait_until(lambda: any(each.behind for each in served.router._owner.values()), 30, "it is sent no more")
+            assert served.router._owner[client].waiting() <= 2**22
+            assert isinstance(other.hello(), Welcome)
+            hellos = served.seen.count(Hello())
+            read = 0
+            while not isinstance(slow.answer(), Welcome):
+                read += 1
+            assert 1 <= read <= most
+            assert served.seen.count(Hello()) == hellos + 1
+        wait_until(lambda: not served.router._owner, 10, "both are forgotten")
+        assert ["more is not sent" in caplog.text, "reads again" in caplog.text] == [True, True]
+        caplog.clear()
+    served.close()
+
+
 def _result(request_id: str) -> Result:
     output = OutputBatch(
         params=SamplingParams(prompt="p", seed=1),
