@@ -66,6 +66,7 @@ class Scheduler:
     ) -> None:
         self.model = model
         self.epoch = epoch
+        self.welcome = Welcome(epoch, model)
         self._deaths = deaths or {}
         self._failures = failures or {}  # of requests of an earlier life
         self._limits = limits
@@ -117,10 +118,6 @@ class Scheduler:
             case Bye():
                 self._leave(client, "its client has left")
         return []
-
-    @property
-    def welcome(self) -> Welcome:
-        return Welcome(self.epoch, self.model)
 
     def status(self) -> Status:
         """What is in work, and what has been done; at any time."""
@@ -280,9 +277,9 @@ class Scheduler:
                 answers.append((job.client, Progress(job.id, outcome.stage, outcome.step, outcome.total, eta)))
         return answers
 
-    def client_of(self, request_id: str) -> bytes:
-        """Whom to send what a request in work has made."""
-        return self._jobs[request_id].client
+    def job(self, request_id: str) -> Job:
+        """That of a request in work."""
+        return self._jobs[request_id]
 
     def release(self, request_id: str) -> Job:
         """Give up a finished request, whose result is about to be sent."""
@@ -291,6 +288,6 @@ class Scheduler:
         job.timings["total"] = self._clock() - job.arrived
         return job
 
-    def fail_all(self, error: DiffgenError) -> list[Answer]:
-        """End every request with ``error``."""
-        return [self._fail(job, error) for job in list(self._jobs.values())]
+    def fail(self, request_id: str, error: DiffgenError) -> Answer:
+        """End a finished request whose result cannot be sent."""
+        return self._fail(self._jobs[request_id], error)

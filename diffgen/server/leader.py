@@ -16,6 +16,7 @@ import msgspec
 from diffgen.args import ModelArgs
 from diffgen.loading.device import default_dtype
 from diffgen.loading.memory import RequestMemory
+from diffgen.request import Req
 from diffgen.scheduler.plan import Plan, StageInfo
 from diffgen.scheduler.scheduler import Answer, Scheduler
 from diffgen.server.answer import make_result
@@ -28,10 +29,12 @@ from diffgen.wire.messages import (
     Failed,
     GetStatus,
     Hello,
+    Result,
     ServerMessage,
     Submit,
 )
 from diffgen.wire.router import Router
+from diffgen.worker.context import StageError
 from diffgen.worker.faults import Faults
 from diffgen.worker.worker import GPUWorker
 
@@ -127,15 +130,28 @@ class Leader:
             answers = scheduler.commit(outcomes, time.perf_counter() - began)
         self._answer(answers)
         for preview, array in worker.previews:
-            self._router.send(scheduler.client_of(preview.id), preview, array)
+            self._router.send(scheduler.job(preview.id).client, preview, array)
         # Results are copied from a device, which may hang.
         with worker.watched():
             for req in finished.values():
-                with self._looking:
-                    job = scheduler.release(req.id)
-                self._faults.at("send", prompts=[req.params.prompt])
-                result, tensor = make_result(req, job.timings, worker.executor.device)
-                self._outbox.send(job.client, result, tensor)
+                self._send_result(req)
+
+    def _send_result(self, req: Req) -> None:
+        executor, job = self._worker.executor, self._scheduler.job(req.id)
+
+        def make() -> tuple[Result, Any]:
+            self._faults.at("send", prompts=[req.params.prompt])
+            return make_result(req, job.timings, executor.device)
+
+        made = executor.attempt("send", make)
+        if isinstance(made, StageError):
+            with self._looking:
+                failed = self._scheduler.fail(req.id, made.error)
+            self._answer([failed])
+            return
+        with self._looking:
+            self._scheduler.release(req.id)  # which completes the timings
+        self._outbox.send(job.client, *made)
 
     def _answer(self, answers: Iterable[Answer], keep: bool = True) -> None:
         for client, answer in answers:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from diffgen.request import Req, Update
 from diffgen.worker.context import Predict, Row, Stage, StageContext, StageError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ParallelExecutor:
@@ -43,27 +46,36 @@ class ParallelExecutor:
         An error is every member's: which of them caused it shows when each runs alone.
         """
         context = StageContext(self.device, self.map_rows)
+
+        def compute() -> list[Update | StageError]:
+            updates = stage.run(reqs, context)
+            if len(updates) != len(reqs):
+                raise RuntimeError(f"the stage returned {len(updates)} updates for {len(reqs)} requests")
+            return [_checked(stage, update) for update in updates]
+
+        found = self.attempt(stage.name, compute)
+        return [found for _ in reqs] if isinstance(found, StageError) else found
+
+    def attempt(self, what: str, compute: Callable[[], T]) -> T | StageError:
+        """What ``compute`` returns, or the error of the requests that it is for: theirs alone, whatever it raises."""
         failure: DiffgenError
         try:
             with torch.inference_mode():
-                updates = stage.run(reqs, context)
-                if len(updates) != len(reqs):
-                    raise RuntimeError(f"the stage returned {len(updates)} updates for {len(reqs)} requests")
-                return [_checked(stage, update) for update in updates]
+                return compute()
         except DiffgenError as error:
-            failure = error.prefixed(stage.name)
+            failure = error.prefixed(what)
         except Exception as error:
             if lacks_memory(error):
-                lack = f"out of memory in {stage.name}: {str(error) or 'MemoryError'}"
+                lack = f"out of memory in {what}: {str(error) or 'MemoryError'}"
                 failure = OutOfMemory(f"{lack}; ask for a smaller size or n")
             else:
                 # A failing model must not take the rank with it: whatever it raises is the answer of these requests.
-                logger.exception("%s failed", stage.name)
-                failure = GenerationError(f"{stage.name} failed: {type(error).__name__}: {error}")
+                logger.exception("%s failed", what)
+                failure = GenerationError(f"{what} failed: {type(error).__name__}: {error}")
         if isinstance(failure, OutOfMemory):
             # Only now, for the exception held the frames in which it was raised, and what they had computed.
             self._free_memory()
-        return [StageError(failure) for _ in reqs]
+        return StageError(failure)
 
     def map_rows(self, predict: Predict, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Predictions of all rows, those of equal key in one forward, on every rank."""

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from scheduling import FAULT, A, B, Driver, Ranks
 
-from diffgen.errors import GenerationError
 from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.scheduler import admission
 from diffgen.scheduler.job import Need
@@ -437,17 +436,6 @@ def test_interactive_requests_do_not_wait_for_places_of_batch_ones(drive: Drive)
     driver.drain()
     assert driver.finished[:3] == ["picture 0", "picture 1", "picture 2"]
     assert len(driver.finished) == 6
-
-
-def test_fail_all_ends_every_request_once(drive: Drive) -> None:
-    driver = drive(max_running=1)
-    driver.submit("a", A)
-    driver.submit("b", B)
-    driver.tick()
-    answers = driver.scheduler.fail_all(GenerationError("over"))
-    assert [(client, answer.id) for client, answer in answers if isinstance(answer, Failed)] == [(A, "a"), (B, "b")]
-    driver.drain()
-    assert driver.ranks.held == {}
 
 
 def test_ticks_are_numbered_and_the_last_one_stops(drive: Drive) -> None:
