@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 USER = "diffgen"  # of ZMQ's PLAIN mechanism, whose password is the token
 
-Incoming = tuple[bytes, ClientMessage | Gone]
 #: Answers what can be answered while a unit of work runs; None for a message that has to wait for its end.
 AtOnce = Callable[["Router", ClientMessage], ServerMessage | None]
 
