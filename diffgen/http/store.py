@@ -75,7 +75,7 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = files.check_folder(folder, _ELSEWHERE)
+        folder = self.folder = files.check_folder(folder, _ELSEWHERE)
         os.chmod(folder, 0o700)
         self._lock_file = open(folder / "lock", "w")  # noqa: SIM115
         try:

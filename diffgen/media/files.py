@@ -51,10 +51,14 @@ def check_stem(name: str) -> str:
 
 
 def check_folder(folder: Path, remedy: str = ELSEWHERE) -> Path:
-    """Make a folder and make sure that it can be written to. Raises :class:`OutputError`."""
+    """Make a folder, where ``~`` is the home folder, and make sure that it can be written to.
+
+    Raises :class:`OutputError`.
+    """
     try:
+        folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
+    except (OSError, ValueError, RuntimeError) as error:  # for a NUL in the path, and for the home of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise OutputError(f"cannot make the output folder {str(folder)!r}: {reason}; {remedy}") from None
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -186,11 +186,15 @@ def test_enospc_names_the_disk(tmp_path: Path) -> None:
     assert "choose another folder" in caught.value.message
 
 
-def test_folders_are_made(tmp_path: Path) -> None:
+def test_folders_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.check_folder(tmp_path / "a" / "b").is_dir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.check_folder(Path("~/c")) == tmp_path / "c"
 
 
-@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null", "/dev/full/x", "a\0b", "/" + "x" * 300])
+@pytest.mark.parametrize(
+    "folder", ["/proc/x", "~nobody of this name/x", "/dev/null", "/dev/full/x", "a\0b", "/" + "x" * 300]
+)
 def test_folders_that_cannot_be_are_refused_before_the_work(folder: str) -> None:
     with pytest.raises(OutputError, match="choose another folder by output_path") as caught:
         files.check_folder(Path(folder))
