@@ -53,12 +53,10 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     Raises :class:`InvalidRequest`.
     """
     flags = {name: value for struct in STRUCTS for name, value in given(arguments, struct).items()}
-    if arguments.limit:
-        flags["limit"] = arguments.limit
     config = {} if arguments.config is None else read_config(Path(arguments.config), STRUCTS, ["limit"])
     values = layered(config, flags)
-    if isinstance(config.get("limit"), Mapping) and "limit" not in flags:
-        values["limit"] = [f"{name}={value}" for name, value in config["limit"].items()]
+    if "limit" in config or arguments.limit:
+        values["limit"] = [*_limit_items(config.get("limit", [])), *arguments.limit]  # of each name the last counts
     call = build(CallOptions, pick(CallOptions, values))
     source = None
     if call.from_metadata is not None:
@@ -87,7 +85,7 @@ def _server(values: Mapping[str, Any]) -> ServerSettings:
     connect = build(ConnectOptions, pick(ConnectOptions, values))
     options = {**pick(ModelArgs, values), **pick(RunArgs, values)}
     _check_connect(connect, [*options, *(["limit"] if "limit" in values else [])])
-    return ServerSettings(connect, options, parse_limits(_limit_items(values.get("limit", [])), Limits))
+    return ServerSettings(connect, options, parse_limits(values.get("limit", []), Limits))
 
 
 def pick(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +117,9 @@ def _width_and_height(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limit_items(items: object) -> list[str]:
+    """Of a configuration file."""
+    if isinstance(items, Mapping):
+        return [f"{name}={value}" for name, value in items.items()]
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise InvalidRequest(f"limit is {items!r:.100}; give NAME: VALUE, or a list of NAME=VALUE", param="limit")
     return items

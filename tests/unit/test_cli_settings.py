@@ -16,7 +16,7 @@ from diffgen.cli.main import build_parser
 from diffgen.cli.settings import Settings, layered, read_prompts, read_settings
 from diffgen.errors import InvalidRequest
 from diffgen.media.save import SaveOptions, save_result
-from diffgen.params import SamplingParams
+from diffgen.params import Limits, SamplingParams
 from diffgen.result import GenerationResult
 
 
@@ -49,6 +49,7 @@ def test_the_command_line_counts_more_than_the_file_and_that_more_than_metadata(
     assert found.source is not None
     assert found.source.model == "tiny"
     assert settings("--config", path, "--limit", "steps=5").server.limits.steps == 5
+    assert settings("--config", path, "--limit", "queue=5").server.limits == Limits(steps=9, queue=5)
 
 
 def test_metadata_alone_is_a_request(tmp_path: Path) -> None:
