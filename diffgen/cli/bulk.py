@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{len(skipped)} of {len(requests)} requests are in the manifest", file=sys.stderr)
         if todo:
             window = min(_WINDOW, server.limits.queue)
-            with open_generator(server) as generator, _bar(len(todo), options.quiet) as bar:
+            with open_generator(server, options.quiet) as generator, _bar(len(todo), options.quiet) as bar:
                 model = generator.model.name
                 _begin(manifest, Run(requests=arguments.requests, sha256=digest, seed=seed, model=model))
                 for entry in _work(generator, todo, folder, window):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from diffgen.api import DiffGenerator
@@ -9,11 +10,13 @@ from diffgen.cli.settings import ServerSettings
 from diffgen.errors import InvalidRequest
 
 
-def open_generator(server: ServerSettings) -> DiffGenerator:
+def open_generator(server: ServerSettings, quiet: bool = True) -> DiffGenerator:
     """Start the model, or connect to the server that was named."""
     address, token_file = server.connect.connect, server.connect.token_file
     if address is not None:
         return DiffGenerator.connect(address, token=None if token_file is None else read_token(token_file))
+    if not quiet and sys.stderr.isatty():  # it may take minutes
+        print(f"diffgen: loading {server.options.get('model_path') or 'the bundled model'}", file=sys.stderr)
     return DiffGenerator.from_pretrained(limits=server.limits, **server.options)
 
 

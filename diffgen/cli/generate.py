@@ -51,10 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.call.dry_run:
         return dry_run.run(settings, prompts)
     check_folder(Path(settings.save.output_path))
-    with open_generator(settings.server) as generator, ProgressBar(settings.call.quiet) as bar:
+    quiet = settings.call.quiet
+    with open_generator(settings.server, quiet) as generator, ProgressBar(quiet) as bar:
         check_save(settings.save, first, generator.model)
         source = settings.source
-        if source is not None and source.model != generator.model.name and not settings.call.quiet:
+        if source is not None and source.model != generator.model.name and not quiet:
             made = f"{settings.call.from_metadata} was made with the model {source.model or 'unknown'!r}"
             _tell(f"warning: {made}, and this is {generator.model.name!r}: its pixels will differ")
         return _Run(generator, settings, bar).work(prompts)

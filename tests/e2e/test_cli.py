@@ -153,6 +153,7 @@ def test_signals_cancel_and_leave_nothing(tiny_wan: Path, number: signal.Signals
         assert process.stdout.read() == b""
         reader.join()
         os.close(leader)
+        assert shown.startswith(b"diffgen: loading " + os.fsencode(tiny_wan))
         assert b"Traceback" not in shown
         wait_until(lambda: not leftovers(root), 5, "ranks, sockets and folder are gone")
         assert list((root / "out").iterdir()) == []
