@@ -1,4 +1,5 @@
-"""From a cold process to the first denoising step: DiffGenerator against bare ``from_pretrained``.
+"""From a cold process to the first denoising step: DiffGenerator against bare ``from_pretrained``. And to the end of
+``diffgen --help``, against a Python that does nothing.
 
     python benchmarks/startup.py [--rounds 3] [--model-path FOLDER]
 
@@ -60,6 +61,10 @@ def main() -> None:
     wall, cpu = medians["diffusers"]
     for name, (its_wall, its_cpu) in medians.items():
         print(f"{name:10} {its_wall:8.2f} {its_cpu:8.2f} {its_wall / wall:11.2f} {its_cpu / cpu:10.2f}")
+    short = {"diffgen --help": ["-m", "diffgen", "--help"], "python": ["-c", ""]}
+    for name, arguments in short.items():
+        seconds = [_measured([sys.executable, *arguments])[0] for _ in range(10)]
+        print(f"{name}: median {statistics.median(seconds):.3f} s of 10, at most {max(seconds):.3f} s")
 
 
 def _measured(command: list[str]) -> tuple[float, float]:
@@ -70,7 +75,7 @@ def _measured(command: list[str]) -> tuple[float, float]:
         return usage.ru_utime + usage.ru_stime
 
     wall, busy = time.perf_counter(), cpu()
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - wall, cpu() - busy
 
 

@@ -17,18 +17,21 @@ from diffgen.wire.messages import Failed, Submit
 A, B = b"client a", b"client b"
 STAGES = (StageInfo("encode", prepares=True), StageInfo("denoise", stepped=True))
 FAULT = GenerationError("denoise failed: by design").info()
+TEXT_BYTES = 2**19
 
 
 @dataclasses.dataclass
 class Ranks:
     """What the ranks would do with a plan: one unit of encoding, then a unit a step; ``poison`` maps an id to the unit
-    of denoising that it fails in, and with ``blame_all`` every member of a batch with it."""
+    of denoising that it fails in, and with ``blame_all`` every member of a batch with it. An encoded text has
+    ``TEXT_BYTES``; ``texts`` are the slots that hold one."""
 
     poison: dict[str, int] = dataclasses.field(default_factory=dict)
     blame_all: bool = False
     held: dict[str, Position] = dataclasses.field(default_factory=dict)
     params: dict[str, SamplingParams] = dataclasses.field(default_factory=dict)
     batches: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    texts: set[int] = dataclasses.field(default_factory=set)
 
     def run(self, plan: Plan) -> list[Outcome]:
         for request_id in plan.drop:
@@ -37,6 +40,8 @@ class Ranks:
             assert admit.id not in self.held
             self.held[admit.id] = Position(0, "encode", 0, 1, None, prepares=True)
             self.params[admit.id] = admit.params
+        for slot in plan.evict:
+            self.texts.remove(slot)
         if not plan.ids:
             return []
         self.batches.append(plan.ids)
@@ -50,9 +55,15 @@ class Ranks:
                 Outcome(i, p.name, p.unit, p.units, p, FAULT if i in guilty else None)
                 for i, p in zip(plan.ids, places, strict=True)
             ]
-        return [self._move(request_id) for request_id in plan.ids]
+        kept = 0
+        if plan.text is not None and plan.text.hit:
+            assert plan.text.slot in self.texts
+        elif plan.text is not None:
+            self.texts.add(plan.text.slot)
+            kept = TEXT_BYTES
+        return [self._move(request_id, kept) for request_id in plan.ids]
 
-    def _move(self, request_id: str) -> Outcome:
+    def _move(self, request_id: str, kept: int) -> Outcome:
         place, params = self.held[request_id], self.params[request_id]
         unit, stage = place.unit + 1, place.stage
         if unit == place.units:
@@ -64,7 +75,7 @@ class Ranks:
             del self.held[request_id]
         else:
             self.held[request_id] = position
-        return Outcome(request_id, place.name, place.unit + 1, place.units, position)
+        return Outcome(request_id, place.name, place.unit + 1, place.units, position, kept=kept)
 
 
 class Driver:
@@ -76,11 +87,12 @@ class Driver:
         ranks: Ranks | None = None,
         limits: Limits | None = None,
         memory: Memory | None = None,
+        stages: tuple[StageInfo, ...] = STAGES,
         **run: Any,
     ) -> None:
         self.now = 0.0
         self.run_args = RunArgs(**run)
-        self.model, self.limits, self.memory = model, limits or Limits(), memory
+        self.model, self.limits, self.memory, self.stages = model, limits or Limits(), memory, stages
         self.ranks = ranks or Ranks()
         self.journal: tuple[str, ...] = ()
         self.deaths: collections.Counter[str] = collections.Counter()
@@ -97,7 +109,7 @@ class Driver:
             epoch,
             lambda: self.now,
             deaths=dict(self.deaths),
-            stages=STAGES,
+            stages=self.stages,
             memory=self.memory,
             restarts=len(epoch) - len("epoch"),
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from scheduling import FAULT, A, B, Driver, Ranks
+from scheduling import FAULT, STAGES, TEXT_BYTES, A, B, Driver, Ranks
 
 from diffgen.params import Limits, ModelSpec, SamplingParams
 from diffgen.scheduler import admission
@@ -344,6 +344,18 @@ def test_what_cannot_fit_is_refused_and_others_wait_until_it_can(drive: Drive) -
     assert driver.finished == ["e", "b", "c", "d"]
 
 
+def test_none_passes_one_that_waits_for_memory(drive: Drive) -> None:
+    driver = drive(memory=Bytes())
+    driver.submit("running", num_inference_steps=50)
+    driver.tick()
+    driver.submit("wide", num_inference_steps=5, num_outputs_per_prompt=6)
+    driver.submit("fits", num_inference_steps=40)
+    while not driver.finished:
+        assert driver.tick().admit == (), "or what is wide might never fit"
+    driver.drain()
+    assert driver.finished == ["running", "wide", "fits"]
+
+
 def test_a_plan_admits_no_more_bytes_than_ranks_take(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_ADMITTED", 5000)
     driver = drive(max_running=10)
@@ -444,3 +456,14 @@ def test_ticks_are_numbered_and_the_last_one_stops(drive: Drive) -> None:
     assert [driver.tick().tick for _ in range(2)] == [1, 2]
     last = driver.scheduler.stop()
     assert (last.tick, last.stop, last.ids) == (3, True, ())
+
+
+def test_ranks_keep_no_more_texts_than_were_granted(model: ModelSpec) -> None:
+    encode, denoise = STAGES
+    driver = Driver(model, stages=(msgspec.structs.replace(encode, encodes=True), denoise), text_cache_mb=1)
+    for number, prompt in enumerate("abcbca"):
+        driver.submit(f"{number}", prompt=prompt)
+        driver.drain()
+        assert len(driver.ranks.texts) * TEXT_BYTES <= 2**20 + TEXT_BYTES, "the next plan has them give up the oldest"
+    cache = driver.scheduler.status().text_cache
+    assert cache == {"hits": 2, "misses": 4, "bytes": 2**20}

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from diffgen.distributed.groups import Control, RankInfo
 from diffgen.errors import InvalidRequest
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import Req, Update
-from diffgen.scheduler.plan import Admit, Outcome, Plan
+from diffgen.scheduler.plan import Admit, Outcome, Plan, TextSlot
 from diffgen.worker.context import Row, Stage, StageContext
 from diffgen.worker.executor import ParallelExecutor
 from diffgen.worker.worker import GPUWorker, fingerprint
@@ -135,10 +136,10 @@ class Ticks:
         self.number = 0
 
     def __call__(
-        self, stage: int = 0, ids: tuple[str, ...] = (), admits: Sequence[Admit] = (), drop: tuple[str, ...] = ()
+        self, stage: int = 0, ids: tuple[str, ...] = (), admits: Sequence[Admit] = (), **what: Any
     ) -> tuple[list[Outcome], dict[str, Req]]:
         self.number += 1
-        return self.worker.tick(Plan(tick=self.number, stage=stage, ids=ids, admit=tuple(admits), drop=drop))
+        return self.worker.tick(Plan(tick=self.number, stage=stage, ids=ids, admit=tuple(admits), **what))
 
     def to_denoising(self, *admits: Admit) -> None:
         """Bring requests to their first step."""
@@ -296,6 +297,17 @@ def test_dropping_what_is_not_held_does_nothing(worker: GPUWorker) -> None:
     Ticks(worker)(drop=("never",))
 
 
+def test_a_text_is_kept_used_again_and_given_up_as_the_plan_says(worker: GPUWorker) -> None:
+    tick = Ticks(worker)
+    kept, _ = tick(0, ("a",), [admit("a", "one")], text=TextSlot(7))
+    assert kept[0].kept == worker._texts[7].branches[0]["text"].nbytes
+    used, _ = tick(0, ("b",), [admit("b", "another")], text=TextSlot(7, hit=True))
+    assert used[0].kept == 0
+    assert torch.equal(state(worker, "b").branches[0]["text"], torch.full((1, 2), float(len("one"))))
+    tick(evict=(7,))
+    assert worker._texts == {}
+
+
 def test_updates_leave_the_request_alone_until_they_are_applied() -> None:
     req = Req("a", SamplingParams(prompt="a", seed=1), latents=torch.zeros(2))
     update = Update(latents=torch.ones(2))
@@ -310,14 +322,14 @@ def test_updates_leave_the_request_alone_until_they_are_applied() -> None:
 
 
 def _update(kind: str, tensor: torch.Tensor) -> Update:
-    if kind == "latents":
-        return Update(latents=tensor)
+    if kind in ("timesteps", "latents"):
+        return Update(**{kind: tensor})
     if kind == "frames":
         return Update(frames=(torch.zeros(2, dtype=torch.uint8), tensor))
     return Update(branches=({"text": torch.zeros(2)}, {"text": tensor}))
 
 
-@pytest.mark.parametrize("kind", ["latents", "frames", "branches"])
+@pytest.mark.parametrize("kind", ["timesteps", "latents", "frames", "branches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_equal_values_have_equal_fingerprints(kind: str, dtype: torch.dtype) -> None:
     values = torch.arange(24).reshape(2, 3, 4).to(dtype)
@@ -325,7 +337,7 @@ def test_equal_values_have_equal_fingerprints(kind: str, dtype: torch.dtype) -> 
     assert 0 <= fingerprint(_update(kind, values)) < 2**63
 
 
-@pytest.mark.parametrize("kind", ["latents", "frames", "branches"])
+@pytest.mark.parametrize("kind", ["timesteps", "latents", "frames", "branches"])
 @pytest.mark.parametrize("index", [0, 7, 23])
 @pytest.mark.parametrize("bit", [0, 10, 22, 23, 30])
 def test_any_bit_changes_the_fingerprint(kind: str, index: int, bit: int) -> None:

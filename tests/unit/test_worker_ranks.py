@@ -15,6 +15,7 @@ import json, sys
 from pathlib import Path
 import torch
 from diffgen.distributed.groups import RankInfo, join
+from diffgen.errors import RanksDiverged
 from diffgen.params import ModelSpec, SamplingParams
 from diffgen.request import Update
 from diffgen.scheduler.plan import Admit, Plan
@@ -60,7 +61,12 @@ for size in (0, 1, 4088, 4089, 100_000):
 for number, prompts in enumerate(json.loads(sys.argv[3])):
     ids = [f"{number}-{index}" for index in range(len(prompts))]
     admits = tuple(Admit(i, SamplingParams(prompt=p, seed=1), ()) for i, p in zip(ids, prompts))
-    outcomes, _ = worker.tick(Plan(tick=number, admit=admits, ids=tuple(ids)))
+    tick = number + (rank if prompts == ["another tick"] else 0)
+    try:
+        outcomes, _ = worker.tick(Plan(tick=tick, admit=admits, ids=tuple(ids)))
+    except RanksDiverged as error:
+        report["apart"] = error.message
+        break
     for stage in (0, 1) if prompts == ["ends early"] else ():
         outcomes, _ = worker.tick(Plan(tick=number, stage=stage, ids=tuple(ids)))
     report["ticks"].append([
@@ -115,7 +121,7 @@ def test_ranks_vote_commit_and_refuse_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_whatever_differs_is_named(tmp_path: Path) -> None:
-    ticks = [["more units"], ["frames"], ["shape"], ["not finite"], ["ends early"], ["good"]]
+    ticks = [["more units"], ["frames"], ["shape"], ["not finite"], ["ends early"], ["good"], ["another tick"]]
     first, second = _run(tmp_path, ticks)
     *differing, odd, early, good = first["ticks"]
     for ((step, kind, message, dropped),) in differing:
@@ -127,11 +133,14 @@ def test_whatever_differs_is_named(tmp_path: Path) -> None:
     assert early == [[0, "RanksDiverged", "rank 1: request 4-0 is over on this rank, and in last on rank 0", False]]
     assert second["ticks"][4] == []
     assert good == second["ticks"][5] == [[1, None, None, False]]
+    # No request's failure: the ranks cannot go on together, and end.
+    assert first["apart"] == second["apart"] == "ranks vote on different ticks: [6, 7]"
 
 
 @pytest.mark.slow
 def test_the_longest_error_texts_arrive(tmp_path: Path) -> None:
-    first, second = _run(tmp_path, [["fail " + "\x1b" * 600], ["good"]])
+    first, second = _run(tmp_path, [["fail " + text] for text in ("\x1b" * 600, "猫" * 5000)] + [["good"]])
     assert first == second
-    assert first["ticks"][0][0][1] == "GenerationError"
-    assert first["ticks"][1] == [[1, None, None, False]]
+    *failed, good = first["ticks"]
+    assert [kind for ((_, kind, _, _),) in failed] == ["GenerationError"] * 2
+    assert good == [[1, None, None, False]]
