@@ -31,6 +31,7 @@ FAMILIES = {
     "wan": "pipelines.wan:WanPipeline",
     "stable-diffusion": "pipelines.stable_diffusion:StableDiffusionPipeline",
     "stable-diffusion-xl": "pipelines.sdxl:StableDiffusionXLPipeline",
+    "stable-diffusion-3": "pipelines.sd3:StableDiffusion3Pipeline",
 }
 # ``_class_name`` of model_index.json -> name.
 SERVED = {
@@ -41,6 +42,7 @@ SERVED = {
     "WanPipeline": "wan",
     "StableDiffusionPipeline": "stable-diffusion",
     "StableDiffusionXLPipeline": "stable-diffusion-xl",
+    "StableDiffusion3Pipeline": "stable-diffusion-3",
 }
 
 

@@ -78,8 +78,7 @@ def read_sliced(model: torch.nn.Module, folder: Path, variant: str | None, plan:
     """
     rename = _renaming(model)
     weights = ((rename(name), stored) for name, stored in stored_weights(folder, variant))
-    fill_sliced(model, weights, plan, group, str(folder))
-    refuse_lacking(folder, (name for name, each in model.named_parameters() if each.is_meta))
+    refuse_lacking(folder, fill_sliced(model, weights, plan, group, str(folder)))
 
 
 def slice_empty(model: torch.nn.Module, plan: TensorPlan, group: AxisGroup, source: str) -> None:
@@ -91,8 +90,10 @@ def slice_empty(model: torch.nn.Module, plan: TensorPlan, group: AxisGroup, sour
 
 def fill_sliced(
     model: torch.nn.Module, weights: Iterable[tuple[str, Stored]], plan: TensorPlan, group: AxisGroup, source: str
-) -> None:
+) -> set[str]:
     """Fill a model on the device "meta" with this rank's slices of ``weights``, by name, in its own dtypes.
+
+    Buffers that are stored, and so are no part of a plan, are read whole. Returns the names that ``weights`` lack.
 
     Raises :class:`ModelError`, naming the ``source``, for a width that does not divide, and for weights of another
     shape than the model's.
@@ -100,24 +101,25 @@ def fill_sliced(
     styles = _by_module(model, plan.styles)
     heads = _heads(model, plan)
     _check_widths(model, styles, heads, group)
-    missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict(keep_vars=True).items()}
+    missing = set(shapes)
     for name, stored in weights:
         if name not in missing:
             continue  # of another head of the model, as its class's own loading ignores it
         missing.discard(name)
         owner, _, kind = name.rpartition(".")
         module, style = model.get_submodule(owner), styles.get(owner)
-        old = module._parameters[kind]
-        assert old is not None
         if tuple(stored.get_shape()) != shapes[name]:
             rule = f"{name} has the shape {stored.get_shape()}, not {shapes[name]}"
             raise ModelError(f"cannot load {source}: {rule}", code="model_incomplete")
         if kind == "bias" and style in ("rowwise", "packed_rowwise") and group.rank > 0:
             module.register_parameter("bias", None)  # it is added once
             continue
-        values = _slice(stored, style, kind, module, group).to(old.dtype)
-        module._parameters[kind] = torch.nn.Parameter(values, requires_grad=False)
+        values = _slice(stored, style, kind, module, group).to(getattr(module, kind).dtype)
+        if kind in module._buffers:
+            module._buffers[kind] = values
+        else:
+            module._parameters[kind] = torch.nn.Parameter(values, requires_grad=False)
     tie: Any = getattr(model, "tie_weights", None)  # transformers' models have it
     if tie is not None:
         # A file may have either of two that are tied, or both with values of their own.
@@ -125,6 +127,7 @@ def fill_sliced(
     for (name, attribute), count in heads.items():
         setattr(model.get_submodule(name), attribute, count // group.size)
     _connect(model, styles, group)
+    return missing
 
 
 def stored_weights(folder: Path, variant: str | None) -> Iterator[tuple[str, Stored]]:

@@ -47,7 +47,9 @@ def load_components(
         version = diffusers.__version__
         raise ModelError(f"diffusers {version} has no {index.pipeline_class}", code="unsupported_model")
     _be_quiet()
-    absent: dict[str, Any] = dict.fromkeys(index.left_out)
+    # Some pipelines want to be told of what their folder says is not there.
+    absent: dict[str, Any] = {name: None for name, kind in index.components.items() if kind is None}
+    absent |= dict.fromkeys(index.left_out)
     if index.left_out and "requires_safety_checker" in inspect.signature(kind.__init__).parameters:
         absent["requires_safety_checker"] = False
     try:
@@ -143,8 +145,9 @@ def set_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
     names: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict"):  # transformers' alone has it
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if names & set(name.split(".")) else dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if names & set(name.split(".")) else dtype)
 
 
 def _be_quiet() -> None:

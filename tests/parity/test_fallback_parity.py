@@ -31,7 +31,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pixart": ({"max_sequence_length": 16}, {"use_resolution_binning": False}),
     "cogvideox": ({"max_sequence_length": 16, "num_frames": 9}, {}),
     "ltx": ({"max_sequence_length": 16, "num_frames": 9}, {"frame_rate": 8}),
-    "sd3": ({"max_sequence_length": 16}, {}),
     "kandinsky": ({}, {}),
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -125,7 +124,7 @@ def test_several_outputs(oracle: Oracle, models: Models, model: str) -> None:
         assert level_difference(pixels, batch.pixels) <= MAX_LEVELS
 
 
-@pytest.mark.parametrize(("model", "steps"), [("pixart", 4), ("sd3", 4), ("kandinsky", 25 + 4)])
+@pytest.mark.parametrize(("model", "steps"), [("pixart", 4), ("kandinsky", 25 + 4)])
 def test_units_are_the_pipelines_own_steps(models: Models, model: str, steps: int) -> None:
     local = models(model)
     req = local.enter(_case(model, num_inference_steps=4))
@@ -186,7 +185,7 @@ def test_the_pipelines_own_refusal_is_an_invalid_request(models: Models) -> None
 @pytest.mark.parametrize(
     ("model", "change", "code"),
     [
-        ("sd3", {"scheduler": "euler"}, "unsupported_parameter"),
+        ("ltx", {"scheduler": "euler"}, "unsupported_parameter"),
         ("pixart", {"clip_skip": 1}, "unsupported_parameter"),
         ("kandinsky", {"max_sequence_length": 16}, "unsupported_parameter"),
         ("pixart", {"num_frames": 5}, "invalid_num_frames"),

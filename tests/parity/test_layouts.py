@@ -26,6 +26,7 @@ from tiny_models import make_tiny_wan, make_tiny_wan22_5b
 from tiny_qwen import make_tiny_qwen_image
 from tiny_sana import make_tiny_sana
 from tiny_sd import make_tiny_sd, make_tiny_sdxl
+from tiny_sd3 import make_tiny_sd35
 
 from diffgen.args import RunArgs
 from diffgen.distributed.axis import pieces
@@ -69,6 +70,7 @@ MIXES: dict[str, dict[str, Mix]] = {
     "sana": {"mixed": [(ODD | WIDE | STEPS, 1), (ODD | WIDE | UNGUIDED, 0)]},
     "stable-diffusion": {"mixed": [(ODD | STEPS, 1), (ODD | UNGUIDED, 0)]},
     "stable-diffusion-xl": {"guided": [(ODD, 0)]},
+    "stable-diffusion-3": {"mixed": [(ODD | STEPS, 1), (ODD | UNGUIDED, 0)]},
 }
 MODELS: dict[str, Callable[[Path], Path]] = {
     "wan": make_tiny_wan,
@@ -79,12 +81,17 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "sana": make_tiny_sana,
     "stable-diffusion": make_tiny_sd,
     "stable-diffusion-xl": make_tiny_sdxl,
+    "stable-diffusion-3": make_tiny_sd35,
 }
 #: Families whose decode every rank computes whole: there are no rules for their VAE.
 WHOLE_DECODE = {"sana"}
 #: Dims, whether the decode is shared out, families.
 LAYOUTS: dict[str, tuple[ParallelDims, bool, tuple[str, ...]]] = {
-    "tp 2": (ParallelDims(tp=2), False, ("wan", "wan-5b", "flux", "qwen-image", "hunyuan-video")),
+    "tp 2": (
+        ParallelDims(tp=2),
+        False,
+        ("wan", "wan-5b", "flux", "qwen-image", "hunyuan-video", "stable-diffusion-3"),
+    ),
     "ulysses 2": (ParallelDims(ulysses=2), False, ("wan", "wan-5b", "flux", "qwen-image", "hunyuan-video")),
     "ring 2": (ParallelDims(ring=2), False, ("wan", "wan-5b", "flux", "qwen-image", "hunyuan-video")),
     "cfg 2, decode 2": (ParallelDims(cfg=2), True, tuple(MODELS)),
@@ -254,17 +261,18 @@ def test_parameters_of_tensor_parallel_ranks(bench: Bench) -> None:
         whole["transformer"] - sliced // 2 - biases,
     ]
     # UMT5 with 2 layers of 4 heads of 8, 32 wide, 64 in between, and 32 buckets of positions.
-    encoder = 2 * (4 * 32 * 32 + 32 * 4 + 3 * 32 * 64)
-    assert [each["text_encoder"] for each in found] == [whole["text_encoder"] - encoder // 2] * 2
-    for family in ("flux", "qwen-image", "hunyuan-video"):
+    sliced = 2 * (4 * 32 * 32 + 32 * 4 + 3 * 32 * 64)
+    assert [each["text_encoder"] for each in found] == [whole["text_encoder"] - sliced // 2] * 2
+    encoders = {"stable-diffusion-3": None, "flux": "text_encoder_2"}  # one has no text encoder that is large
+    encoders |= dict.fromkeys(("qwen-image", "hunyuan-video"), "text_encoder")
+    for family, encoder in encoders.items():
         whole = parameters(bench.local(family))
         first, second = (rank[family].parameters for rank in bench.ranks("tp 2"))
         assert second["transformer"] < first["transformer"] < 0.85 * whole["transformer"]
-        encoder = "text_encoder_2" if family == "flux" else "text_encoder"
-        assert first[encoder] == second[encoder] < 0.95 * whole[encoder]
+        assert encoder is None or first[encoder] == second[encoder] < 0.95 * whole[encoder]
     # Llama with 3 layers of 4 heads of 8, which share 2 heads of keys and values, 32 wide, 64 in between.
-    encoder = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    assert first["text_encoder"] == whole["text_encoder"] - encoder // 2
+    sliced = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert first["text_encoder"] == whole["text_encoder"] - sliced // 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")
@@ -317,7 +325,9 @@ def test_bytes_of_a_step_of_joint_attention(bench: Bench) -> None:
             assert sent["sequence"] == steps * picture[index] * 4 * FLUX_CHANNELS * four
 
 
-@pytest.mark.parametrize("family", ["wan", "flux", "qwen-image", "hunyuan-video", "stable-diffusion"])
+@pytest.mark.parametrize(
+    "family", ["wan", "flux", "qwen-image", "hunyuan-video", "stable-diffusion", "stable-diffusion-3"]
+)
 def test_what_a_wrong_layout_would_do_moves_the_picture(bench: Bench, family: str) -> None:
     """Branches swapped, a token in the place of another, other guidance: by three levels or more."""
     local = bench.local(family)

@@ -155,8 +155,11 @@ def _answer(request: dict[str, Any], pipes: dict[str, Any]) -> None:
     folder = request["model"]
     if folder not in pipes:
         diffusers.utils.logging.disable_progress_bar()
+        index = json.loads((Path(folder) / "model_index.json").read_text())
+        # Some pipelines want to be told of these.
+        absent = {name: None for name, kind in index.items() if kind == [None, None]}
         pipes[folder] = diffusers.DiffusionPipeline.from_pretrained(
-            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
+            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, **absent
         )
         pipes[folder].set_progress_bar_config(disable=True)
     arrays = {}

@@ -132,42 +132,6 @@ def make_ltx(folder: Path) -> Path:
     return tiny_parts.save(pipe, folder, _CLIP | {"guidance_scale": 3.0, "max_sequence_length": 16})
 
 
-def make_sd3(folder: Path) -> Path:
-    """``StableDiffusion3Pipeline``: two CLIP encoders with projections, and T5."""
-    import diffusers
-    import torch
-
-    with tiny_parts.seeded(15):
-        transformer = diffusers.SD3Transformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            caption_projection_dim=32,
-            joint_attention_dim=2 * TEXT,
-            pooled_projection_dim=2 * TEXT,
-            pos_embed_max_size=16,
-        ).eval()
-        transformer.context_embedder.weight.mul_(4.0)
-        text, pooled = torch.randn(1, 93, 2 * TEXT), torch.randn(1, 2 * TEXT)
-        _scale(transformer, (4, 8, 8), encoder_hidden_states=text, pooled_projections=pooled)
-        pipe = diffusers.StableDiffusion3Pipeline(
-            tokenizer=_clip_tokenizer(),
-            tokenizer_2=_clip_tokenizer(),
-            tokenizer_3=tiny_parts.tokenizer(),
-            text_encoder=_clip(),
-            text_encoder_2=_clip(),
-            text_encoder_3=_t5(2 * TEXT),
-            vae=_vae(shift_factor=0.06),
-            transformer=transformer,
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        )
-    return tiny_parts.save(pipe, folder, _STILL | {"guidance_scale": 5.0, "max_sequence_length": 16})
-
-
 def make_kandinsky(folder: Path) -> Path:
     """``KandinskyV22CombinedPipeline``: a prior from text to an image embedding, and a UNet that draws it."""
     import diffusers
@@ -255,8 +219,8 @@ def _scale(transformer: Any, shape: Sequence[int], **inputs: Any) -> None:
     tiny_parts.scale_denoiser(transformer, inputs, std=0.8)
 
 
-def _t5(width: int = TEXT) -> Any:
-    return tiny_parts.t5(d_model=width, feed_forward_proj="relu")
+def _t5() -> Any:
+    return tiny_parts.t5(feed_forward_proj="relu")
 
 
 def _clip_tokenizer() -> Any:
@@ -268,5 +232,5 @@ def _clip() -> Any:
     return tiny_parts.clip("CLIPTextModelWithProjection", num_hidden_layers=3)
 
 
-def _vae(**settings: Any) -> Any:
-    return tiny_parts.image_vae(block_out_channels=(8, 8, 8, 8), **settings)
+def _vae() -> Any:
+    return tiny_parts.image_vae(block_out_channels=(8, 8, 8, 8))

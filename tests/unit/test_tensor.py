@@ -20,6 +20,7 @@ class Attention(torch.nn.Module):
         self.inner = torch.nn.Linear(8, 24)
         self.outer = torch.nn.Linear(24, 8)
         self.both = torch.nn.Linear(40, 24)
+        self.register_buffer("places", torch.arange(8.0))
 
 
 PLAN = TensorPlan({"inner": "colwise", "outer": "rowwise", "both": "packed_rowwise"}, heads={"": ("heads",)})
@@ -59,13 +60,15 @@ def test_the_parts_add_up(ranks: int) -> None:
     """What column-wise layers give side by side, and row-wise ones as a sum, is what the whole model gives."""
     torch.manual_seed(0)
     whole = Attention()
-    weights = [(name, Whole(values.detach())) for name, values in whole.named_parameters()]
+    whole.places += 1
+    weights = [(name, Whole(values)) for name, values in whole.state_dict().items()]
     inputs, packed = torch.randn(3, 8), torch.randn(3, 40)
     inner, outer, both = [], [], []
     for rank in range(ranks):
         with torch.device("meta"):
             model = Attention()
-        fill_sliced(model, weights, PLAN, AxisGroup(rank, ranks), "here")
+        assert fill_sliced(model, weights, PLAN, AxisGroup(rank, ranks), "here") == set()
+        assert torch.equal(model.places, whole.places), "as it is stored"
         inner.append(model.inner(inputs))
         # Without the sum over ranks that does not come here.
         for layer in (model.outer, model.both):
@@ -76,6 +79,15 @@ def test_the_parts_add_up(ranks: int) -> None:
     torch.testing.assert_close(torch.cat(inner, 1), whole.inner(inputs))
     torch.testing.assert_close(sum(outer), whole.outer(whole.inner(inputs)))
     torch.testing.assert_close(sum(both), whole.both(packed))
+
+
+def test_what_the_weights_lack_is_told() -> None:
+    weights = [(name, Whole(values)) for name, values in Attention().state_dict().items()]
+    lacking = {weights[0][0], "outer.bias"}
+    with torch.device("meta"):
+        model = Attention()
+    given = [each for each in weights if each[0] not in lacking]
+    assert fill_sliced(model, given, PLAN, AxisGroup(1, 2), "here") == lacking
 
 
 @pytest.mark.parametrize(
