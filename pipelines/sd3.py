@@ -110,7 +110,8 @@ class StableDiffusion3Pipeline(ImagePipelineBase):
         assert req.params.width is not None
         assert req.params.height is not None
         tokens = req.params.width * req.params.height // self.spec.size_multiple**2
-        set_timesteps_by_tokens(scheduler, req.params.num_inference_steps, tokens, self.device, even=False)
+        steps = req.params.num_inference_steps
+        set_timesteps_by_tokens(scheduler, steps, tokens, self.device, even=False, max_shift=1.16)
 
     def prepare_latents(self, req: Req, generators: list[torch.Generator]) -> torch.Tensor:
         channels, size = self.pipe.transformer.config.in_channels, (req.params.height, req.params.width)

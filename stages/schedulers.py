@@ -14,6 +14,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_tim
 
 from diffgen.errors import InvalidRequest
 
+_OF_FOLDER = "which is the scheduler of this model's folder"
 # Short names and the classes they stand for; a class's own name works as well.
 FLOW_SCHEDULERS = {
     "euler": "FlowMatchEulerDiscreteScheduler",
@@ -37,6 +38,12 @@ def make_flow_scheduler(base: Any, name: str | None, flow_shift: float | None) -
     wanted = type(base) if name is None else getattr(diffusers, FLOW_SCHEDULERS.get(name, name))
     shift = _shift(base) if flow_shift is None else flow_shift
     if wanted is type(base):
+        predicts = base.config.get("prediction_type", "flow_prediction")
+        if predicts != "flow_prediction":
+            # It would step all the same, to noise.
+            rule = f"is set to prediction_type {predicts!r}, and this model predicts a flow"
+            remedy = f"name another one ({', '.join(FLOW_SCHEDULERS)})"
+            raise InvalidRequest(f"{type(base).__name__}, {_OF_FOLDER}, {rule}; {remedy}", param="scheduler")
         # ``from_config`` keeps every other setting of the folder.
         setting = "shift" if "shift" in base.config else "flow_shift"
         return wanted.from_config(base.config, **{setting: shift} if setting in base.config else {})
@@ -52,12 +59,19 @@ def _shift(scheduler: Any) -> float:
 
 
 def set_timesteps_by_tokens(
-    scheduler: Any, steps: int | None, tokens: int, device: torch.device, *, even: bool = True
+    scheduler: Any,
+    steps: int | None,
+    tokens: int,
+    device: torch.device,
+    *,
+    even: bool = True,
+    max_shift: float = 1.15,
 ) -> None:
     """Set a scheduler whose shift towards high noise grows with the number of image tokens.
 
     Args:
         even: give it ``steps`` evenly spaced sigmas from 1 to 1 / steps to shift, in place of its own.
+        max_shift: of the most tokens, where its settings do not say.
     """
     assert steps is not None
     sigmas = np.linspace(1.0, 1 / steps, steps)
@@ -67,7 +81,7 @@ def set_timesteps_by_tokens(
         get("base_image_seq_len", 256),
         get("max_image_seq_len", 4096),
         get("base_shift", 0.5),
-        get("max_shift", 1.15),
+        get("max_shift", max_shift),
     )
     retrieve_timesteps(scheduler, steps, device, sigmas=sigmas if even else None, mu=shift)
 
@@ -113,8 +127,8 @@ def make_noise_scheduler(base: Any, name: str | None) -> Any:
     kind, settings = NOISE_SCHEDULERS.get(name or "", (name, {}))
     wanted = type(base) if kind is None else getattr(diffusers, kind)
     if wanted.__name__ == _OWN_NOISE:
-        rule = "which is the scheduler of this model's folder, draws noise that no seed reaches; name another scheduler"
-        raise InvalidRequest(f"{_OWN_NOISE}, {rule}", param="scheduler")
+        rule = "draws noise that no seed reaches; name another scheduler"
+        raise InvalidRequest(f"{_OWN_NOISE}, {_OF_FOLDER}, {rule}", param="scheduler")
     return wanted.from_config(base.config, **settings)
 
 

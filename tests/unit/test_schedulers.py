@@ -6,7 +6,7 @@ import diffusers
 import pytest
 
 from diffgen.errors import InvalidRequest
-from stages.schedulers import NOISE_SCHEDULERS, make_noise_scheduler, noise_names
+from stages.schedulers import NOISE_SCHEDULERS, make_flow_scheduler, make_noise_scheduler, noise_names
 
 # diffusers' own, of schedulers that mix tensors and numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
@@ -53,3 +53,15 @@ def test_noise_that_no_seed_reaches_is_refused() -> None:
 
     with pytest.raises(InvalidRequest, match="no seed reaches; name another scheduler"):
         make_noise_scheduler(DPMSolverSDEScheduler(), None)
+
+
+def test_a_scheduler_for_noise_drives_no_flow() -> None:
+    base = diffusers.EulerDiscreteScheduler()
+    rule = (
+        "EulerDiscreteScheduler, .* is set to prediction_type 'epsilon', and this model predicts a flow; name another"
+    )
+    with pytest.raises(InvalidRequest, match=rule):
+        make_flow_scheduler(base, None, None)
+    assert type(make_flow_scheduler(base, "euler", None)) is diffusers.FlowMatchEulerDiscreteScheduler
+    base = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    assert type(make_flow_scheduler(base, None, None)) is diffusers.UniPCMultistepScheduler
