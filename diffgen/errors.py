@@ -59,6 +59,13 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As clients on other machines are told it."""
         return msgspec.structs.replace(self, message=error_from(self).public)
 
+    def shortened(self, most: int) -> ErrorInfo:
+        """With ``most`` characters of its message, and how many are left out."""
+        left_out = len(self.message) - most
+        if left_out <= 0:
+            return self
+        return msgspec.structs.replace(self, message=f"{self.message[:most]} ... ({left_out} more characters)")
+
 
 class DiffgenError(Exception):
     """Base of all errors here. ``param`` names the parameter at fault, ``retry_after`` is seconds until the same call

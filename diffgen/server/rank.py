@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("diffgen.rank")
 
 PARENT_CHECK_S = 1.0
+_MOST_TEXT = 20_000  # of an error: a pipe takes a message of a mebibyte
 
 
 def run(descriptor: int) -> NoReturn:
@@ -72,7 +73,7 @@ def quieten(log_level: str) -> None:
 
 
 def _fail(pipe: Pipe[ToRank], error: BaseException, started: bool) -> NoReturn:
-    pipe.send(RankError(_as_diffgen_error(error, started).info()))
+    pipe.send(RankError(_as_diffgen_error(error, started).info().shortened(_MOST_TEXT)))
     # What keeps it from starting is mostly the model's fault or the machine's, and told in a line.
     level = logging.ERROR if started and not isinstance(error, DiffgenError) else logging.DEBUG
     logger.log(level, "the rank ends", exc_info=error)

@@ -73,8 +73,8 @@ class Relay:
         self._outbox = Outbox(router)  # answers that no replica has
         self._questions = Questions()
         self._jobs: dict[str, _Job] = {}
-        # Clients and replicas of the latest answers, which the replicas keep for a while.
-        self._served: dict[str, tuple[bytes, int]] = {}
+        # By request id, clients and replicas of the latest answers, which the replicas keep for a while.
+        self._served: dict[str, dict[bytes, int]] = {}
         self._away: dict[bytes, float] = {}  # clients whose connection has ended, since when
         self._spec: ModelSpec | None = None  # unknown until a replica has answered
         self._heard: set[int] = set()  # replicas that have welcomed us, or died, at least once
@@ -121,7 +121,7 @@ class Relay:
                     self.backends[keeper].send(message)
             case Bye():
                 self._leave(client)
-                for request_id in [name for name, (owner, _) in self._served.items() if owner == client]:
+                for request_id in [name for name, keepers in self._served.items() if client in keepers]:
                     self._confirm(client, request_id)
             case Abort():
                 found = message.id in self._jobs
@@ -187,7 +187,7 @@ class Relay:
             arrived = time.monotonic() - message.age
             self._jobs[message.id] = job = _Job(client, message, arrived, cost, cost)
             job.replica = self._keeper(client, message.id)
-            self._served.pop(message.id, None)
+            self._forget(client, message.id)
             if job.replica is None:
                 self._dispatch(job)
             else:
@@ -195,21 +195,32 @@ class Relay:
 
     def _keeper(self, client: bytes, request_id: str) -> int | None:
         """The replica that keeps the answer to this client's request."""
-        owner, replica = self._served.get(request_id, (b"", -1))
-        return replica if owner == client and replica in self.backends else None
+        replica = self._served.get(request_id, {}).get(client)
+        return replica if replica in self.backends else None
+
+    def _forget(self, client: bytes, request_id: str) -> None:
+        keepers = self._served.get(request_id, {})
+        keepers.pop(client, None)
+        if not keepers:
+            self._served.pop(request_id, None)
 
     def _confirm(self, client: bytes, request_id: str) -> None:
         keeper = self._keeper(client, request_id)
         if keeper is not None:
             self.backends[keeper].send(Received(request_id))
-            del self._served[request_id]
+            self._forget(client, request_id)
 
     def _dispatch(self, job: _Job) -> None:
         up = self.up()
         job.replica = None
         if up:
-            job.replica = self._dispatcher.choose(job.submit.params, up, self._loads())
-            # An answer that it keeps under this id is to another request: all replicas' clients are one to it.
+            # All clients are one to a replica. An answer that it keeps under this id is to another request, and given
+            # up where there is no replica without one.
+            keepers = self._served.get(job.submit.id, {})
+            free = [index for index in up if index not in keepers.values()]
+            job.replica = self._dispatcher.choose(job.submit.params, free or up, self._loads())
+            for client in [client for client, replica in keepers.items() if replica == job.replica]:
+                self._forget(client, job.submit.id)
             self.backends[job.replica].send(Received(job.submit.id))
             self._hand_over(job)
 
@@ -233,7 +244,7 @@ class Relay:
         job = self._jobs.get(message.id)
         final = isinstance(message, Result | Failed)
         if job is None or job.replica != index:  # it has been moved, or has ended here
-            if final and self._served.get(message.id, (b"", -1))[1] != index:
+            if final and index not in self._served.get(message.id, {}).values():
                 self.backends[index].send(Received(message.id))
             return
         if job.waits and not final:
@@ -242,7 +253,7 @@ class Relay:
             job.left = job.cost * (1 - message.step / message.total)
         if final:
             del self._jobs[message.id]
-            self._served[message.id] = (job.client, index)
+            self._served.setdefault(message.id, {})[job.client] = index
             while len(self._served) > _MOST_SERVED:
                 del self._served[next(iter(self._served))]
         if isinstance(message, Failed):

@@ -191,8 +191,7 @@ class Supervisor:
         for request_id in journal:
             self.suspects[request_id] = self.suspects.pop(request_id, 0) + 1  # now the latest
         if isinstance(reason, GenerationError) and len(journal) == 1:
-            info = reason.info()
-            self._failures[journal[0]] = msgspec.structs.replace(info, message=info.message[:_MOST_TEXT])
+            self._failures[journal[0]] = reason.info().shortened(_MOST_TEXT)
         while len(self.suspects) > _MOST_SUSPECTS:
             del self.suspects[next(iter(self.suspects))]
         while len(self._failures) > _MOST_FAILURES:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _OK, _FAILED, _FOLLOWS = 0, 1, 2
 # For a failure to be told by the vote; longer, and the peers wait in a collective that this rank has left.
 _EXPLAIN_S = 1.0
+_MOST_TEXT = 800  # of an error, to fit into what ranks exchange, whatever its characters take as UTF-8
 
 
 @dataclasses.dataclass
@@ -175,7 +176,7 @@ class GPUWorker:
         self, codes: list[int], computed: list[Update | StageError], votes: list[list[int]]
     ) -> list[ErrorInfo | None]:
         mine = [item.error.info() for item in computed if isinstance(item, StageError)]
-        told = self.control.gather_bytes(msgspec.msgpack.encode(_shortened(mine[0])) if mine else b"")
+        told = self.control.gather_bytes(msgspec.msgpack.encode(mine[0].shortened(_MOST_TEXT)) if mine else b"")
         errors: list[ErrorInfo | None] = []
         for index in range(len(codes)):
             failed = [(vote[1 + index], rank) for rank, vote in enumerate(votes) if vote[1 + index]]
@@ -269,11 +270,6 @@ def _code(item: Update | StageError) -> int:
 
 def _enter(admit: Admit) -> Req:
     return Req(admit.id, admit.params, admit.warnings)
-
-
-def _shortened(info: ErrorInfo) -> ErrorInfo:
-    """An error that fits into what ranks exchange, whatever its characters take as UTF-8."""
-    return msgspec.structs.replace(info, message=info.message[:800])
 
 
 def _diverged(index: int, votes: list[list[int]]) -> ErrorInfo | None:

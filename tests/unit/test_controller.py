@@ -219,6 +219,22 @@ def accepted(replicas: Replicas) -> GenerationHandle:
     return handle
 
 
+def test_an_answer_kept_for_a_client_outlives_anothers_under_its_id(replicas: Replicas) -> None:
+    """It is on another replica then: each knows the controller alone."""
+    replicas.run()
+    for server in replicas.servers:
+        server.script = draw
+    with Raw(replicas.controller.socket) as first, Raw(replicas.controller.socket) as second:
+        for client, name, seed in ((first, "a", 3), (first, "b", 4), (second, "a", 5), (first, "a", 3)):
+            client.tell(Submit(name, SamplingParams(prompt="p", seed=seed)))
+            while not isinstance(client.answer(), Result):
+                pass
+            assert client.tensors[0][0] == seed
+    assert [server.submits() for server in replicas.servers] == [["a", "a"], ["b", "a"]]
+    said = [message for message in replicas.servers[0].seen if isinstance(message, Received | Submit)]
+    assert [type(message) for message in said] == [Received, Submit, Submit], "nothing came between them"
+
+
 @pytest.mark.parametrize("suspect", [False, True], ids=["moves", "waits"])
 def test_a_request_whose_replica_dies_is_told_and_runs_again(replicas: Replicas, suspect: bool) -> None:
     replicas.run()

@@ -1,12 +1,17 @@
-"""What a supervisor keeps of the lives of its replica."""
+"""What a supervisor keeps of the lives of its replica, and hears of it."""
 
 from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
 
 import msgspec
 
 from diffgen.args import ServerArgs
 from diffgen.errors import GenerationError, WorkerDied
-from diffgen.server.pipe import MAX_BYTES, Start
+from diffgen.server.pipe import FROM_RANK, MAX_BYTES, Pipe, RankError, Start
+from diffgen.server.rank import _fail
 from diffgen.server.supervisor import Supervisor
 
 
@@ -25,3 +30,22 @@ def test_what_a_life_is_told_of_earlier_ones_fits_into_its_first_message() -> No
         assert failures[request_id].kind == "GenerationError"
     finally:
         supervisor.stop()
+
+
+def test_an_error_with_a_text_of_any_length_is_told() -> None:
+    """By a rank that ends: what does not fit into a message would look like a death without a reason."""
+    ours, theirs = multiprocessing.Pipe()
+    text = "\U0001f600" * MAX_BYTES
+    child = os.fork()
+    if child == 0:
+        _fail(Pipe(theirs, FROM_RANK), GenerationError(text), False)
+    theirs.close()
+    try:
+        told = Pipe(ours, FROM_RANK).receive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert isinstance(told, RankError)
+    kept, _, left_out = told.error.message.partition(" ... ")
+    assert text.startswith(kept)
+    assert left_out == f"({MAX_BYTES - len(kept)} more characters)"
