@@ -151,9 +151,11 @@ def set_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _be_quiet() -> None:
-    # Their progress bars would be printed by every rank.
     import diffusers
     import transformers
 
+    # Every rank would show its own.
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    # It warns of each model that it is given and that its own pipelines define, by printing all of its layers.
+    logging.getLogger("diffusers.pipelines.pipeline_loading_utils").setLevel(logging.ERROR)

@@ -6,6 +6,7 @@ Schedulers are given to diffusers as its pages have it: ``from_config`` of the f
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -206,8 +207,16 @@ def checked_folder(model_folder: Path) -> Path:
     return make_tiny_sd_checked(model_folder / "tiny-sd-checked")
 
 
-def test_flagged_pictures_are_black_as_diffusers_has_them(oracle: Oracle, checked_folder: Path) -> None:
-    checked, free = Local.load(checked_folder, safety_checker=True), Local.load(checked_folder)
+def test_flagged_pictures_are_black_as_diffusers_has_them(
+    oracle: Oracle, checked_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("diffusers.pipelines.pipeline_loading_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        checked, free = Local.load(checked_folder, safety_checker=True), Local.load(checked_folder)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records, "the checker's layers"
     case = TINY | {"n": 8}
     reference = oracle.run(checked_folder, case)
     black = [index for index, picture in enumerate(reference.pixels) if not picture.any()]
