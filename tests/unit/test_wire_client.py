@@ -45,6 +45,7 @@ from diffgen.wire.messages import (
     Hello,
     Ping,
     Progress,
+    Received,
     RequestStatus,
     Restarting,
     Result,
@@ -416,7 +417,7 @@ def test_an_error_comes_with_its_type(serve: Serve, connect: Connect) -> None:
         error = QueueFull("full") if message.params.seed else bad
         server.router.send(client, Failed(message.id, error.info()))
 
-    serve(refuse)
+    server = serve(refuse)
     connection = connect()
     connection.wait_ready(5)
     with pytest.raises(QueueFull) as full:
@@ -425,6 +426,20 @@ def test_an_error_comes_with_its_type(serve: Serve, connect: Connect) -> None:
     with pytest.raises(InvalidRequest) as bad:
         connection.submit(SamplingParams(prompt="a", seed=0)).result(5)
     assert (bad.value.code, bad.value.param) == ("invalid_size", "size")
+    confirmed = [Received(request_id) for request_id in server.submits()]
+    wait_until(lambda: [each for each in server.seen if isinstance(each, Received)] == confirmed, 5, "it need not keep it")
+
+
+def test_a_question_ends_with_the_server_that_was_asked(serve: Serve, connect: Connect) -> None:
+    server = serve()
+    connection = connect()
+    connection.wait_ready(5)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(connection.ask, GetStatus(), 60)
+        server.wait_for(GetStatus)
+        server.close()
+        with pytest.raises(ConnectionFailed, match="has gone"):
+            asked.result(10)
 
 
 def test_a_result_that_does_not_fit_its_header_fails_the_request(serve: Serve, connect: Connect) -> None:
