@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from diffgen.args import ListenArgs, ModelArgs, RunArgs
+from diffgen.request import Req
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("diffgen", "stages", "pipelines")
@@ -74,6 +78,12 @@ def test_nothing_is_unpickled(path: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
             # multiprocessing's Connection pickles with send() and recv(); send_bytes() and recv_bytes() do not.
             assert node.func.attr != "recv", _name(path)
+
+
+def test_what_is_given_and_kept_stays_within_bounds() -> None:
+    """A field more is a decision, which may ask for one to go."""
+    assert len(dataclasses.fields(Req)) <= 20
+    assert sum(len(group.__struct_fields__) for group in (ModelArgs, RunArgs, ListenArgs)) <= 40
 
 
 def test_at_most_three_environment_variables_are_ours() -> None:
