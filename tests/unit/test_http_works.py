@@ -9,13 +9,23 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import wire_server
 from starlette.requests import Request
 
 from diffgen import DiffGenerator
-from diffgen.errors import ConnectionFailed, OutputError, RequestCancelled
+from diffgen.errors import (
+    ConnectionFailed,
+    DiffgenError,
+    GenerationError,
+    InvalidRequest,
+    OutputError,
+    QueueFull,
+    RequestCancelled,
+)
 from diffgen.handle import GenerationHandle
+from diffgen.http import work
 from diffgen.http.metrics import Metrics
 from diffgen.http.status import Statuses
 from diffgen.http.store import Job, Store
@@ -37,30 +47,50 @@ class Submissions:
         return self.handles[-1]
 
 
-def keyed() -> Request:
-    headers = [(b"host", b"localhost"), (b"idempotency-key", b"k")]
-    return Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers})
+class Clock:
+    """The running loop's, which moves when it is told to."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._now = loop.time()
+        loop.time = lambda: self._now  # type: ignore[method-assign]
+
+    async def move(self, seconds: float) -> None:
+        self._now += seconds
+        for _ in range(3):  # what is due now, and what follows from it
+            await asyncio.sleep(0)
 
 
-def with_works(check: Callable[[Works, Submissions], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(check(Works(grace_s=0.2), Submissions()))
+def keyed(**headers: str) -> Request:
+    told = {"host": "localhost", "idempotency-key": "k", **headers}
+    raw = [(name.encode(), value.encode()) for name, value in told.items()]
+    return Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": raw})
+
+
+def with_works(check: Callable[[Works, Submissions, Clock], Coroutine[Any, Any, None]]) -> None:
+    """``check`` with a grace of 2 s."""
+
+    async def run() -> None:
+        await check(Works(grace_s=2), Submissions(), Clock())
+
+    asyncio.run(run())
 
 
 def test_each_leaving_of_keyed_work_has_its_whole_grace() -> None:
-    async def check(works: Works, submit: Submissions) -> None:
+    async def check(works: Works, submit: Submissions, clock: Clock) -> None:
         def begin() -> Work:
             return works.begin(keyed(), {}, submit)
 
         works.leave(begin())
-        await asyncio.sleep(0.1)
+        await clock.move(1)
         works.leave(begin())
-        await asyncio.sleep(0.15)
+        await clock.move(1.5)
         assert submit.cancelled == [], "the time of the first has passed, that of the second has not"
         waiting = begin()
-        await asyncio.sleep(0.25)
+        await clock.move(9)
         assert submit.cancelled == [], "somebody waits"
         works.leave(waiting)
-        await asyncio.sleep(0.25)
+        await clock.move(2.5)
         assert submit.cancelled == [submit.handles[0].id]
         assert len(submit.handles) == 1
 
@@ -70,12 +100,52 @@ def test_each_leaving_of_keyed_work_has_its_whole_grace() -> None:
 def test_work_that_is_being_cancelled_is_not_joined() -> None:
     """A cancel takes up to one unit of work, in which the client may come back."""
 
-    async def check(works: Works, submit: Submissions) -> None:
+    async def check(works: Works, submit: Submissions, clock: Clock) -> None:
         works.leave(works.begin(keyed(), {}, submit))
-        await asyncio.sleep(0.25)
+        await clock.move(2.5)
         assert submit.cancelled == [submit.handles[0].id]
         assert not submit.handles[0].done()
         assert works.begin(keyed(), {}, submit).handle is submit.handles[1]
+
+    with_works(check)
+
+
+def test_which_ends_a_key_gets_again() -> None:
+    """A result, and what will not be otherwise another time; nothing of another caller's."""
+
+    async def check(works: Works, submit: Submissions, clock: Clock) -> None:
+        def end(error: DiffgenError | None, **headers: str) -> bool:
+            """Whether the same key gets the same end."""
+            handle = works.begin(keyed(**headers), {}, submit).handle
+            if error is None:
+                handle.publish(GenerationResult(id=handle.id, params=handle.params, seeds=(1,), model="m"))
+            else:
+                handle.publish(Failed(handle.id, error.info()), error)
+            return works.begin(keyed(**headers), {}, submit).handle is handle
+
+        assert not end(QueueFull("full"))
+        assert end(GenerationError("by design"))
+        assert end(None, authorization="Bearer another")
+        assert works.begin(keyed(), {}, submit).handle is submit.handles[1]
+        assert len(submit.handles) == 3
+        with pytest.raises(InvalidRequest, match="take a new key"):
+            works.begin(keyed(), {"seed": 1}, submit)
+
+    with_works(check)
+
+
+def test_results_are_kept_for_their_keys_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_KEPT_BYTES", 250)
+
+    async def check(works: Works, submit: Submissions, clock: Clock) -> None:
+        def begin(key: str) -> GenerationHandle:
+            return works.begin(keyed(**{"idempotency-key": key}), {}, submit).handle
+
+        for key in "abc":
+            handle = begin(key)
+            raw = np.zeros(100, np.uint8)
+            handle.publish(GenerationResult(id=handle.id, params=handle.params, seeds=(1,), model="m", raw=raw))
+        assert [begin(key) in submit.handles[:3] for key in "cba"] == [True, True, False], "the oldest has gone"
 
     with_works(check)
 
