@@ -427,7 +427,7 @@ def test_an_error_comes_with_its_type(serve: Serve, connect: Connect) -> None:
         connection.submit(SamplingParams(prompt="a", seed=0)).result(5)
     assert (bad.value.code, bad.value.param) == ("invalid_size", "size")
     confirmed = [Received(request_id) for request_id in server.submits()]
-    wait_until(lambda: [each for each in server.seen if isinstance(each, Received)] == confirmed, 5, "it need not keep it")
+    wait_until(lambda: [each for each in server.seen if isinstance(each, Received)] == confirmed, 5, "all are told")
 
 
 def test_a_question_ends_with_the_server_that_was_asked(serve: Serve, connect: Connect) -> None:
