@@ -35,7 +35,7 @@ from diffgen.distributed.axis import AxisGroup
 from diffgen.distributed.decode import split_decode
 from diffgen.distributed.dims import AXES, ParallelDims
 from diffgen.distributed.groups import RankInfo, join
-from diffgen.distributed.layout import Layout, make_layout
+from diffgen.distributed.layout import Layout, make_layout, may_share_memory
 from diffgen.distributed.rows import map_rows_over
 from diffgen.distributed.sequence import split_tokens
 from diffgen.distributed.tensor import TensorPlan, class_plan, fill_sliced
@@ -220,8 +220,10 @@ def run(job: Job) -> tuple[list[dict[str, float]], torch.Tensor]:
 def _rank(job: Job, rank: int, folder: Path) -> None:
     info = RankInfo(rank, job.dims.world)
     device = choose_device(RunArgs(device=job.device, threads=1), info)
-    control = join(info, folder / "rendezvous", device)
-    layout = make_layout(job.dims, info, device, attention_backend=job.backend, control=control)
+    shares_memory = may_share_memory(device)
+    control = join(info, folder / "rendezvous", None if shares_memory else device)
+    shared = control if shares_memory else None
+    layout = make_layout(job.dims, info, device, attention_backend=job.backend, control=shared)
     model = _model(job, layout, device)
     inputs = [_inputs(job.model, index, device, model.dtype) for index in range(2)]
     rows = [Row(latents, torch.tensor(500.0, device=device), branch, "") for latents, branch in inputs]

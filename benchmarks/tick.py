@@ -64,7 +64,7 @@ class Empty:
 
 
 def rank_main(rank: int, ranks: int, folder: str, ticks: int, requests: int) -> None:
-    control = join(RankInfo(rank, ranks), Path(folder) / "rendezvous", torch.device("cpu"))
+    control = join(RankInfo(rank, ranks), Path(folder) / "rendezvous", None)
     worker = GPUWorker(Empty(), ParallelExecutor(torch.device("cpu")), control)
     if rank:
         decoder = msgspec.msgpack.Decoder(Plan)
@@ -124,7 +124,7 @@ def main() -> None:
     if options.rank is not None:
         rank_main(int(options.rank), int(options.ranks), options.folder, options.ticks, options.requests)
         sys.stdout.flush()
-        os._exit(0)  # as ranks do: threads of gloo may wait for peers that are gone
+        os._exit(0)
     print(f"{options.ticks} ticks, {options.requests} request(s) in each")
     print(f"{'ranks':>5} {'median us':>10} {'p10 us':>8} {'p90 us':>8} {'CPU us':>8} {'median ratio':>13}")
     first = None

@@ -9,6 +9,7 @@ import datetime
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -22,6 +23,7 @@ from diffgen.scheduler.plan import MAX_PLAN
 # The watchdog decides what is dead; a collective that waits is a rank that computes.
 NEVER = datetime.timedelta(days=1)
 MAX_GATHERED = 4096  # less than a socket takes unread: every rank sends its own before it reads the others'
+_REACH_S = 0.01
 _PLAN, _VOTE, _BYTES, _PART = b"p", b"v", b"b", b"u"
 
 
@@ -144,37 +146,46 @@ class Control:
             return self._peers[rank].recv_bytes(1 + most)
 
 
-def join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
-    """Join the other ranks: the default process group, and control. Each carries something, so that a fault shows at
-    start.
+def join(info: RankInfo, rendezvous: Path, group_on: torch.device | None) -> Control:
+    """Join the other ranks: control, and for ranks that exchange over a process group the default one, on this device.
+    Each carries something, so that a fault shows at start.
 
-    ``rendezvous`` is a file in the private run folder, beside which the sockets are: no port is opened for either.
+    ``rendezvous`` is a path in the private run folder: of a file for the group, beside which control's sockets are.
     """
     if info.size == 1:
         return Control(info)
     with peers_needed():
-        return _join(info, rendezvous, device)
+        control = _connect(info, rendezvous)
+        control.gather_vote([info.rank])
+        if group_on is not None:
+            _make_group(info, rendezvous, group_on)
+    return control
 
 
-def _join(info: RankInfo, rendezvous: Path, device: torch.device) -> Control:
-    listener = Listener(_address(rendezvous, info.rank), "AF_UNIX", backlog=info.size)
+def _connect(info: RankInfo, rendezvous: Path) -> Control:
+    """Each rank connects to those before it, and says who it is."""
+    peers: dict[int, Connection] = {}
+    with Listener(f"{rendezvous}.{info.rank}", "AF_UNIX", backlog=info.size) as listener:
+        for rank in range(info.rank):
+            peers[rank] = _reach(f"{rendezvous}.{rank}")
+            peers[rank].send_bytes(bytes([info.rank]))
+        for _ in range(info.rank + 1, info.size):
+            peer = listener.accept()
+            peers[peer.recv_bytes(1)[0]] = peer
+    return Control(info, peers)
+
+
+def _reach(address: str) -> Connection:
+    """Once the rank there listens; that it never does is for the supervisor to see."""
+    while True:
+        try:
+            return Client(address, "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(_REACH_S)
+
+
+def _make_group(info: RankInfo, rendezvous: Path, device: torch.device) -> None:
     store = dist.FileStore(str(rendezvous), info.size)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=NEVER)
     dist.all_reduce(torch.ones(1, device=device))
-    # So all ranks listen by now; each connects to those before it, and says who it is.
-    peers: dict[int, Connection] = {}
-    for rank in range(info.rank):
-        peers[rank] = Client(_address(rendezvous, rank), "AF_UNIX")
-        peers[rank].send_bytes(bytes([info.rank]))
-    for _ in range(info.rank + 1, info.size):
-        peer = listener.accept()
-        peers[peer.recv_bytes(1)[0]] = peer
-    listener.close()
-    control = Control(info, peers)
-    control.gather_vote([info.rank])
-    return control
-
-
-def _address(rendezvous: Path, rank: int) -> str:
-    return f"{rendezvous}.{rank}"

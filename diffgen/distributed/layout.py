@@ -62,21 +62,20 @@ def make_layout(
     """The groups of every axis, each of which runs one collective, so that a fault shows at start.
 
     Every rank makes all groups, also those it is not in, in one order. Groups of the same ranks are one: each process
-    group of gloo has a thread that wakes a hundred times a second. With a ``control``, CPU processes exchange through
-    shared memory where the system has files without a name.
+    group of gloo has a thread that wakes a hundred times a second. With a ``control``, ranks exchange through shared
+    memory, for which :func:`may_share_memory`; else there must be a default process group.
     """
     axes = {"tp": ["tp"], "ulysses": ["ulysses"], "ring": ["ring"], "sequence": ["ulysses", "ring"], "cfg": ["cfg"]}
     if parallel_decode:
         axes["decode"] = ["tp", "ulysses", "ring", "cfg"]
-    shared = control if _may_share_memory(device) else None
     found: dict[str, AxisGroup] = {}
     made: dict[tuple[int, ...], Collectives] = {}
     for name, along in axes.items():
         for ranks in map(tuple, dims.groups(along)):
-            if len(ranks) == 1 or (shared is not None and info.rank not in ranks):
+            if len(ranks) == 1 or (control is not None and info.rank not in ranks):
                 continue
             if ranks not in made:
-                made[ranks] = SharedMemoryCollectives(shared, ranks) if shared else _process_group(ranks, info.size)
+                made[ranks] = SharedMemoryCollectives(control, ranks) if control else _process_group(ranks, info.size)
             if info.rank in ranks:
                 found[name] = AxisGroup(ranks.index(info.rank), len(ranks), made[ranks])
     groups = {name: found.get(name, AxisGroup()) for name in ("tp", "ulysses", "ring", "sequence", "cfg", "decode")}
@@ -88,11 +87,14 @@ def make_layout(
     if dims.sp > 1:
         native = UnifiedAttention(groups["ulysses"], groups["ring"])
         attention = load_xfuser(dims, device) if attention_backend == "xfuser" else native
-    return Layout(dims, **groups, attention=attention, peers_hear=shared is not None)
+    return Layout(dims, **groups, attention=attention, peers_hear=control is not None)
 
 
-def _may_share_memory(device: torch.device) -> bool:
-    """Whether ranks on the CPU have files without a name to share, and nobody has asked for gloo."""
+def may_share_memory(device: torch.device) -> bool:
+    """Whether ranks on the CPU have files without a name to share, and nobody has asked for gloo.
+
+    Raises :class:`InvalidRequest` for what cannot be asked for.
+    """
     asked, able = os.environ.get(VARIABLE), hasattr(os, "memfd_create")
     if asked not in (None, "shared", "gloo"):
         raise InvalidRequest(f"{VARIABLE}={asked!r}: it takes 'shared' or 'gloo'", param=VARIABLE)

@@ -136,6 +136,7 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
     import torch
 
     from diffgen.distributed.groups import RankInfo, join
+    from diffgen.distributed.layout import make_layout, may_share_memory
     from diffgen.loading.device import choose_device
     from diffgen.worker.executor import ParallelExecutor
     from diffgen.worker.faults import Faults
@@ -147,21 +148,22 @@ def _serve(start: Start, pipe: Pipe[ToRank], watch: _Watch, stops: queue.SimpleQ
         from diffgen.distributed.xfuser import check_xfuser
 
         check_xfuser(device)
-    control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", device)
+    shares_memory = may_share_memory(device)
+    control = join(info, Path(start.run_folder) / f"rendezvous-{start.restarts}", None if shares_memory else device)
     faults = Faults.from_environment(info.rank, Path(start.run_folder))
     faults.at("load")
     folder = _find_model(start, control, device)
 
     def arrange(abilities: Any, name: str) -> Any:
         from diffgen.distributed.dims import choose_dims
-        from diffgen.distributed.layout import make_layout
 
         # As the user has asked for it: what is refused is told in numbers of all replicas.
         replicas = 1 + start.place.others // info.size
         run = msgspec.structs.replace(args.run, num_gpus=info.size * replicas, dp_size=replicas)
         dims, why = choose_dims(run, abilities, name)
         logger.info("layout: %s (%s)", dims, why)
-        return make_layout(dims, info, device, args.run.parallel_decode, args.run.attention_backend, control)
+        shared = control if shares_memory else None
+        return make_layout(dims, info, device, args.run.parallel_decode, args.run.attention_backend, shared)
 
     pipeline = open_pipeline(folder, args.model, device, arrange)
     faults.install(pipeline.stages)

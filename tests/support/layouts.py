@@ -175,7 +175,7 @@ def _rank(job: dict[str, Any], rank: int) -> None:
     dims, folder = ParallelDims(**job["dims"]), Path(job["folder"])
     info = RankInfo(rank, dims.world)
     device = choose_device(RunArgs(device="cpu", threads=1), info)
-    control = join(info, folder / "rendezvous", device)
+    control = join(info, folder / "rendezvous", None if job["shared"] else device)
     layout = make_layout(dims, info, device, job["decode"], control=control if job["shared"] else None)
     arrays: dict[str, Any] = {}
     report: dict[str, Any] = {}

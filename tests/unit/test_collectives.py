@@ -16,9 +16,8 @@ import torch
 
 from diffgen.distributed.axis import AxisGroup
 from diffgen.distributed.collectives import SharedMemoryCollectives
-from diffgen.distributed.dims import ParallelDims
 from diffgen.distributed.groups import Control, RankInfo
-from diffgen.distributed.layout import make_layout
+from diffgen.distributed.layout import may_share_memory
 from diffgen.distributed.rows import map_rows_over
 from diffgen.errors import PEER_FAILED, PEER_LOST, DiffgenError, InvalidRequest, RanksDiverged, WorkerDied
 from diffgen.worker.context import Predict, Row
@@ -144,14 +143,14 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 def test_what_is_asked_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFGEN_COLLECTIVES", "mpi")
     with pytest.raises(InvalidRequest, match="'mpi': it takes 'shared' or 'gloo'"):
-        make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cpu"))
+        may_share_memory(torch.device("cpu"))
     monkeypatch.setenv("DIFFGEN_COLLECTIVES", "gloo")
     with pytest.raises(InvalidRequest, match=r"'gloo' is for CPU processes, and ranks on cuda .* NCCL; leave it out"):
-        make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cuda", 0))
+        may_share_memory(torch.device("cuda", 0))
     monkeypatch.setenv("DIFFGEN_COLLECTIVES", "shared")
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(InvalidRequest, match=r"needs files without a name .* take 'gloo'"):
-        make_layout(ParallelDims(), RankInfo(0, 1), torch.device("cpu"))
+        may_share_memory(torch.device("cpu"))
 
 
 def test_what_a_failed_share_has_computed_is_let_go() -> None:

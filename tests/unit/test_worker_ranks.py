@@ -23,7 +23,7 @@ from diffgen.worker.executor import ParallelExecutor
 from diffgen.worker.worker import GPUWorker
 
 rank = int(sys.argv[1])
-control = join(RankInfo(rank, 2), Path(sys.argv[2]), torch.device("cpu"))
+control = join(RankInfo(rank, 2), Path(sys.argv[2]), None)
 
 class Stage:
     prepares = False
