@@ -45,9 +45,8 @@ async def model(request: Request) -> Response:
 
 @router.get("/v1/status", **schema.gives("Any"))
 async def status(request: Request) -> Response:
-    """Every client's requests in work, and what has been done: as it is at the end of the unit in work."""
-    service = service_of(request)
-    found = await service.statuses.next(service.loaded())
+    """Every client's requests in work, and what has been done."""
+    found = await asyncio.to_thread(service_of(request).loaded().status)
     return json_response(msgspec.to_builtins(found, str_keys=True))
 
 

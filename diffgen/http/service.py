@@ -19,7 +19,6 @@ from diffgen.http.guard import exchange_of
 from diffgen.http.jobs import VideoJobs
 from diffgen.http.metrics import Metrics
 from diffgen.http.remote import Remote, read_places
-from diffgen.http.status import Statuses
 from diffgen.http.store import Job, Store
 from diffgen.http.traces import Trace, Traces
 from diffgen.http.work import Works
@@ -43,7 +42,6 @@ class Service:
         self.args, self.limits, self.store = args, limits, store
         self.works = Works()
         self.metrics = Metrics()
-        self.statuses = Statuses()
         self.traces = None if args.otlp_traces_endpoint is None else Traces(args.otlp_traces_endpoint)
         self.remote = Remote(read_places(names(args.remote_pictures)))
         self.jobs = VideoJobs(store, self.metrics, args.media_ttl, args.media_metadata)

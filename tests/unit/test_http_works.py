@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import wire_server
 from starlette.requests import Request
 
-from diffgen import DiffGenerator
 from diffgen.errors import (
-    ConnectionFailed,
     DiffgenError,
     GenerationError,
     InvalidRequest,
@@ -27,12 +24,11 @@ from diffgen.errors import (
 from diffgen.handle import GenerationHandle
 from diffgen.http import work
 from diffgen.http.metrics import Metrics
-from diffgen.http.status import Statuses
 from diffgen.http.store import Job, Store
 from diffgen.http.work import Work, Works
-from diffgen.params import ModelSpec, SamplingParams
+from diffgen.params import SamplingParams
 from diffgen.result import GenerationResult
-from diffgen.wire.messages import Failed, GetStatus, Status
+from diffgen.wire.messages import Failed
 
 
 class Submissions:
@@ -170,30 +166,6 @@ def test_each_generation_is_counted_once() -> None:
         'diffgen_denoise_steps_total{model="m"} 3.0',
     ):
         assert line in told
-
-
-def test_a_long_unit_of_work_leaves_the_last_status_to_those_who_ask(tmp_path: Path, model: ModelSpec) -> None:
-    """And only one question waits for its end, however many they are."""
-    ranks = wire_server.Server(f"ipc://{tmp_path}/s", model, wire_server.ignore)
-    ranks.status = Status((), {}, 1, 1.0, 0, 7, {}, {}, 0.1, {}, 0, {})
-
-    def asked() -> int:
-        return sum(isinstance(message, GetStatus) for message in ranks.seen)
-
-    async def check(generator: DiffGenerator) -> None:
-        statuses = Statuses()
-        told, ranks.status = await statuses.next(generator), None
-        assert told.running == 7
-        waiting = [asyncio.create_task(statuses.next(generator)) for _ in range(30)]
-        assert await statuses.within(0.1, generator) == told
-        assert asked() == 2
-        await asyncio.to_thread(ranks.close)
-        assert await statuses.within(9, generator) is None, "it was of ranks that have gone"
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert {type(each) for each in ended} == {ConnectionFailed}
-
-    with DiffGenerator.connect(f"ipc://{tmp_path}/s") as generator:
-        asyncio.run(check(generator))
 
 
 def test_of_an_answer_whose_files_do_not_fit_none_is_kept(tmp_path: Path) -> None:
