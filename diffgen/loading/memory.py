@@ -105,11 +105,16 @@ class RequestMemory:
 
     def __init__(self, device: torch.device, ranks: int, open_empty: Callable[[], Any]) -> None:
         self._device, self._ranks, self._open_empty = device, ranks, open_empty
+        self._available = available_bytes(device, ranks)
         self._known = functools.lru_cache(maxsize=256)(self._estimate)
 
     def available(self) -> int:
-        """Bytes that requests may take on this rank, as of now."""
-        return available_bytes(self._device, self._ranks)
+        """Bytes that requests may take on this rank, as of now; as before where the system does not say."""
+        try:
+            self._available = available_bytes(self._device, self._ranks)
+        except OSError as error:  # as of a process that may open no more files
+            logger.warning("what memory is free cannot be read: %s", error)
+        return self._available
 
     def needs(self, params: SamplingParams, available: int) -> Need | None:
         """Bytes that a request with resolved ``params`` holds while it is in flight, and that one unit works with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import resource
 import threading
 import time
 import uuid
@@ -57,6 +58,9 @@ def make_scheduler(start: Start, worker: GPUWorker, open_empty: Callable[[ModelA
     )
 
 
+_DESCRIPTORS = 2**16
+
+
 class Leader:
     """Takes messages, plans, tells the other ranks, runs, answers. Made once the model is loaded, it draws the warm-up
     and then listens; ready to :meth:`run`."""
@@ -74,6 +78,7 @@ class Leader:
         self._pipe, self._inbox = pipe, inbox
         self._looking = threading.Lock()  # around every use of the scheduler: the router's thread looks into it, too
         warm_up(start.args, worker, self._broadcast)
+        _allow_connections()
         self._router = Router(start.socket, start.args.listen, inbox, self._at_once)
         self._outbox = Outbox(self._router, Path(start.run_folder) / "answers")
         pipe.send(Ready(worker.pipeline.spec.name, self._router.address))
@@ -159,6 +164,15 @@ class Leader:
                 self._outbox.send(client, answer)
             else:
                 self._router.send(client, answer)
+
+
+def _allow_connections() -> None:
+    """As many as this process may have. Each is a descriptor, also of a stranger who never says the token, and without
+    any left it cannot open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _received(inbox: queue.SimpleQueue[Any], wait: float | None) -> list[Any]:

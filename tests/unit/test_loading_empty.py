@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -238,6 +239,13 @@ def test_a_request_is_looked_at_where_it_is_not_small(tiny_wan: Path) -> None:
     assert need.work == pytest.approx(max(found["denoise"], found["decode"]) * 2**20, abs=1)
     memory.needs(msgspec.structs.replace(params, prompt="b", seed=4), 10**6)
     assert opened == [1]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = memory.available()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        assert memory.available() == before, "strangers' connections may take all descriptors"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     broken = RequestMemory(torch.device("cpu"), 1, lambda: opened.append(1))
     assert [broken.needs(params, 10**6) for _ in range(2)] == [None, None], "it is told, and not a failure"
     assert 0 < memory.available() == pytest.approx(available_bytes(torch.device("cpu")), rel=0.2)
