@@ -25,7 +25,7 @@ from diffgen.worker.context import StageContext
 from pipelines.parallel import denoiser_abilities, sliced_components, split_models
 from stages.base import PipelineStage
 from stages.decode import DecodingStage
-from stages.denoise import DenoisingStage, step
+from stages.denoise import DenoisingStage, scaled, step
 from stages.preview import Previewer, make_previewer
 
 
@@ -186,8 +186,8 @@ def _check_scheduler(index: ModelIndex, stages: Sequence[PipelineStage], req: Re
             for stage in stages:
                 if stage.prepares:
                     stage.run([req], context)[0].apply(req)
-            assert req.latents is not None
-            step(req, req.scheduler, torch.zeros_like(req.latents))
+            _, latents = scaled(req, req.scheduler)
+            step(req, req.scheduler, torch.zeros_like(latents))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         own = (index.components.get("scheduler") or ("", "?"))[1]
         name = own if req.scheduler is None else type(req.scheduler).__name__

@@ -63,11 +63,7 @@ class DenoisingStage(PipelineStage):
 
     def _rows(self, req: Req, scheduler: Any) -> list[Row]:
         """One row a guidance branch. Only rows whose tensors have equal shapes can share a forward."""
-        assert req.latents is not None
-        assert req.timesteps is not None
-        timestep, latents = req.timesteps[req.unit], req.latents
-        if hasattr(scheduler, "scale_model_input"):
-            latents = scheduler.scale_model_input(latents, timestep)
+        timestep, latents = scaled(req, scheduler)
         key = self.family.batch_key(req)
         return [Row(latents, timestep, branch, (key, _shapes(branch))) for branch in req.branches]
 
@@ -80,6 +76,16 @@ class DenoisingStage(PipelineStage):
         }
         key = rows[0].key[0]  # type: ignore[index]
         return list(torch.split(self.family.denoise(latents, timesteps, branch, key), sizes))
+
+
+def scaled(req: Req, scheduler: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next timestep, and the request's latents as the denoiser takes them at it."""
+    assert req.latents is not None
+    assert req.timesteps is not None
+    timestep, latents = req.timesteps[req.unit], req.latents
+    if hasattr(scheduler, "scale_model_input"):
+        latents = scheduler.scale_model_input(latents, timestep)
+    return timestep, latents
 
 
 def step(req: Req, scheduler: Any, prediction: torch.Tensor) -> Update:
