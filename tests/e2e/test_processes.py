@@ -247,13 +247,13 @@ def test_a_rank_that_others_wait_for_is_named(
 
 @pytest.mark.slow
 def test_a_server_that_may_not_restart_says_why_it_ended(tiny_wan: Path, root: Path) -> None:
-    generator = DiffGenerator.from_pretrained(str(tiny_wan), device="cpu", max_restarts=0)
+    generator = DiffGenerator.from_pretrained(str(tiny_wan), num_gpus=2, device="cpu", max_restarts=0)
     try:
         handles = [_in_denoising(generator, "a", seed=1, **LONG), generator.submit("a", seed=1, **LONG)]
-        os.kill(generator.ranks()[0].pid, signal.SIGKILL)
+        os.kill(generator.ranks()[1].pid, signal.SIGKILL)
         began = time.monotonic()
         for handle in handles:
-            with pytest.raises(WorkerDied, match=r"given up after 1 failure.*rank 0 .*SIGKILL"):
+            with pytest.raises(WorkerDied, match=r"given up after 1 failure.*rank 1 .*SIGKILL"):
                 handle.result(timeout=20)
         assert time.monotonic() - began < 20, "ten times the bar of 2 s"
         with pytest.raises(WorkerDied):
@@ -491,6 +491,16 @@ def test_results_outlive_the_ranks(listening: DiffGenerator) -> None:
         status = listening.status()
         assert status.restarts == restarts + 1
         assert status.units["decode"] == units, "neither ran again"
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_sign_of_life_is_ended(listening: DiffGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that the system has stopped, which closes no pipe and is in no unit."""
+    expected, restarts = listening.generate("a", seed=1, **FAST).pixels, listening.status().restarts
+    monkeypatch.setattr("diffgen.server.replica.SILENCE_S", 4.0)
+    psutil.Process(listening.ranks()[0].pid).suspend()
+    assert np.array_equal(listening.generate("a", seed=1, timeout=60, **FAST).pixels, expected)
+    assert listening.status().restarts == restarts + 1
 
 
 @pytest.mark.slow
