@@ -162,16 +162,12 @@ class Supervisor:
 
     def _one_life(self) -> DiffgenError | None:
         """Start a replica and watch it. Returns why it has died, or None when it was told to stop."""
-        args = self.args
-        _make_again(self._folder)
-        if self._address is not None:
-            # A port that the system chose for the first life is kept: clients know it.
-            args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
-        if self._launcher is None or self._launcher.ending() is not None:
-            self._launcher = Launcher(args, self._folder)
-        past = (dict(self.suspects), dict(self._failures), self._place)
-        replica = Replica(self._launcher, args, self._folder, self.restarts, self.socket, *past)
-        self._replica = replica
+        try:
+            replica = self._replica = self._begin()
+        except OSError as error:  # as of a process that may open no more files, for now
+            if self._replica is not None:
+                self._replica.ready = False  # nor is one now
+            return StartFailed(f"the ranks cannot be started: {error}")
         while not self._stopping.is_set():
             reason = replica.watch(self._wake)
             if reason is not None:
@@ -185,6 +181,17 @@ class Supervisor:
                     self._changed.notify_all()
         replica.stop()
         return None
+
+    def _begin(self) -> Replica:
+        args = self.args
+        _make_again(self._folder)
+        if self._address is not None:
+            # A port that the system chose for the first life is kept: clients know it.
+            args = msgspec.structs.replace(args, listen=msgspec.structs.replace(args.listen, address=self._address))
+        if self._launcher is None or self._launcher.ending() is not None:
+            self._launcher = Launcher(args, self._folder)
+        past = (dict(self.suspects), dict(self._failures), self._place)
+        return Replica(self._launcher, args, self._folder, self.restarts, self.socket, *past)
 
     def _remember(self, journal: tuple[str, ...], reason: DiffgenError) -> None:
         """What the next life must know of the last tick's requests."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import shutil
 import signal
 
 import msgspec
+import pytest
 
 from diffgen.args import ServerArgs
-from diffgen.errors import GenerationError, WorkerDied
+from diffgen.errors import GenerationError, StartFailed, WorkerDied
 from diffgen.server.pipe import FROM_RANK, MAX_BYTES, Pipe, RankError, Start
 from diffgen.server.rank import _fail
 from diffgen.server.supervisor import Supervisor
@@ -30,6 +33,19 @@ def test_what_a_life_is_told_of_earlier_ones_fits_into_its_first_message() -> No
         assert failures[request_id].kind == "GenerationError"
     finally:
         supervisor.stop()
+
+
+def test_ranks_that_cannot_be_started_now_are_a_life_that_failed() -> None:
+    """And not the end of the supervisor: a later life may be another matter."""
+    supervisor = Supervisor(ServerArgs())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(StartFailed, match=r"the ranks cannot be started: .* Too many open files"):
+            supervisor.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        shutil.rmtree(supervisor._folder)
 
 
 def test_an_error_with_a_text_of_any_length_is_told() -> None:
