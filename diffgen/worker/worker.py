@@ -101,6 +101,8 @@ class GPUWorker:
         logger.debug("%s of %d request(s)", stage.name, len(plan.ids))
         computed = self._compute(plan, stage)
         if self.executor.device.type == "cuda":
+            # An error that the device keeps, as after an assertion in a kernel, is raised here and ends this rank:
+            # every later unit would fail of it.
             torch.cuda.synchronize()
         with self._or_ends(stage, computed):
             errors = self._vote(plan, computed)
