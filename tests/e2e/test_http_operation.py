@@ -117,7 +117,8 @@ def test_large_bodies_are_refused_without_being_read(http_server: Server) -> Non
 
 
 def test_health_generate_and_busy_is_not_dead(http_server: Server) -> None:
-    job = http_server.post({**LONG, "num_frames": 5}, "/v1/videos").json()
+    # So large that it does not end meanwhile, which would count as a picture.
+    job = http_server.post({**LONG, "size": "256x256", "num_frames": 5}, "/v1/videos").json()
     assert http_server.http.get("/health").json() == {"status": "ok", "replicas": [{"status": "ok"}]}
     with httpx2.Client(base_url=http_server.url, headers=http_server.http.headers, timeout=40) as client:
 
