@@ -39,7 +39,7 @@ from diffgen.errors import (
 )
 from diffgen.fields import build
 from diffgen.handle import Event, GenerationHandle, is_final
-from diffgen.media.files import check_folder
+from diffgen.media.files import check_folder, is_temporary
 from diffgen.media.save import SaveOptions, save_result
 from diffgen.params import SamplingParams, parse_params
 
@@ -166,7 +166,8 @@ def _stem(line: int, params: SamplingParams) -> str:
 def _remove_unfinished(folder: Path) -> None:
     """Temporary files of a run that was killed; the manifest's lock says that no other writes here."""
     for path in folder.glob(".[0-9][0-9][0-9][0-9][0-9][0-9]*_*"):
-        path.unlink(missing_ok=True)
+        if is_temporary(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _work(

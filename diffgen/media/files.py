@@ -96,7 +96,8 @@ def write(
         return _name_without_clobbering(temporary, folder, stem, extension)
     except OSError as error:
         where = f"{stem}.{extension} to {str(folder)!r}"
-        raise OutputError(f"cannot write {where}: {reason_of(error)}; {remedy}") from None
+        room = "make room, or " if error.errno in _FULL else ""
+        raise OutputError(f"cannot write {where}: {reason_of(error)}; {room}{remedy}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

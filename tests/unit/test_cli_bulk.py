@@ -100,7 +100,7 @@ def test_a_file_that_cannot_grow_is_told_and_loses_nothing(begun: Path) -> None:
         assert set(manifest.ended) == {1, 2}
 
 
-def test_a_folder_belongs_to_one_model(model: ModelSpec) -> None:
+def test_a_folder_belongs_to_one_model_and_its_users_files_to_them(model: ModelSpec) -> None:
     with run_root() as root:
         server = Server(f"ipc://{root}/s", model, draw)
         text = '{"prompt": "a"}\n'
@@ -109,6 +109,8 @@ def test_a_folder_belongs_to_one_model(model: ModelSpec) -> None:
         with Manifest(root / "out") as manifest:
             digest = hashlib.sha256(text.encode()).hexdigest()
             manifest.begin(msgspec.structs.replace(RUN, sha256=digest, model="other"))
+        for name in (".000001_1.1-abcdef01.png", ".000001_notes"):
+            (root / "out" / name).touch()
         command = [*DIFFGEN, "bulk", f"{root}/requests.jsonl", "--output-path", f"{root}/out"]
         done = subprocess.run(
             [*command, "--connect", f"ipc://{root}/s"], capture_output=True, text=True, timeout=120, check=False
@@ -116,6 +118,7 @@ def test_a_folder_belongs_to_one_model(model: ModelSpec) -> None:
         server.close()
         assert done.returncode == 2
         assert f"is of the model 'other', and this is {model.name!r}; give 'other', or choose" in done.stderr
+        assert sorted(os.listdir(root / "out")) == [".000001_notes", NAME], "half a file is removed"
 
 
 def test_what_is_in_the_way_is_waited_for(model: ModelSpec) -> None:

@@ -180,7 +180,7 @@ def test_enospc_names_the_disk(tmp_path: Path) -> None:
         with open("/dev/full", "wb", buffering=0) as file:
             file.write(b"x")
 
-    with pytest.raises(OutputError, match="the disk is full") as caught:
+    with pytest.raises(OutputError, match="the disk is full; make room") as caught:
         files.write(tmp_path, "a", "png", full)
     assert not caught.value.retryable
     assert "choose another folder" in caught.value.message
