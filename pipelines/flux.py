@@ -86,10 +86,9 @@ class FluxPipeline(PackedPipelineBase):
         set_timesteps_by_tokens(scheduler, req.params.num_inference_steps, rows * columns, self.device, even=even)
 
     def prepare_latents(self, req: Req, generators: list[torch.Generator]) -> torch.Tensor:
-        channels = self.pipe.transformer.config.in_channels // 4
         size = (req.params.height, req.params.width)
         latents: torch.Tensor = self.pipe.prepare_latents(
-            req.outputs, channels, *size, torch.float32, self.device, generators
+            req.outputs, self.latent_channels, *size, torch.float32, self.device, generators
         )[0]
         return latents
 

@@ -1,4 +1,5 @@
-"""What image families share: a decode by the image, or by as many images as there are ranks."""
+"""What image families share: noise of a picture's size, and a decode by the image, or by as many images as there are
+ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,20 @@ from pipelines.base import ComposedPipelineBase
 
 class ImagePipelineBase(ComposedPipelineBase):
     """A family whose decode takes images one by one."""
+
+    @property
+    def latent_channels(self) -> int:
+        """Of the latents that the pipeline's own ``prepare_latents`` is asked for."""
+        channels: int = self.pipe.transformer.config.in_channels
+        return channels
+
+    def prepare_latents(self, req: Req, generators: list[torch.Generator]) -> torch.Tensor:
+        """Noise (n, ...), float32, from the pipeline's own method."""
+        size = (req.params.height, req.params.width)
+        latents: torch.Tensor = self.pipe.prepare_latents(
+            req.outputs, self.latent_channels, *size, torch.float32, self.device, generators
+        )
+        return latents
 
     @property
     def images_a_unit(self) -> int:

@@ -20,6 +20,10 @@ class PackedPipelineBase(ImagePipelineBase):
     """
 
     @property
+    def latent_channels(self) -> int:
+        return super().latent_channels // 4
+
+    @property
     def token_pixels(self) -> int:
         """Pixels a side of what one token stands for; width and height are multiples of it."""
         return 2 * int(self.pipe.vae_scale_factor)

@@ -84,14 +84,6 @@ class QwenImagePipeline(PackedPipelineBase):
         rows, columns = self.grid(req)
         set_timesteps_by_tokens(scheduler, req.params.num_inference_steps, rows * columns, self.device)
 
-    def prepare_latents(self, req: Req, generators: list[torch.Generator]) -> torch.Tensor:
-        channels = self.pipe.transformer.config.in_channels // 4
-        size = (req.params.height, req.params.width)
-        latents: torch.Tensor = self.pipe.prepare_latents(
-            req.outputs, channels, *size, torch.float32, self.device, generators
-        )
-        return latents
-
     def denoise(
         self, latents: torch.Tensor, timestep: torch.Tensor, branch: dict[str, torch.Tensor], key: Hashable
     ) -> torch.Tensor:

@@ -90,13 +90,6 @@ class SanaPipeline(ImagePipelineBase):
     def make_scheduler(self, req: Req) -> Any:
         return make_flow_scheduler(self.pipe.scheduler, req.params.scheduler, req.params.flow_shift)
 
-    def prepare_latents(self, req: Req, generators: list[torch.Generator]) -> torch.Tensor:
-        channels, size = self.pipe.transformer.config.in_channels, (req.params.height, req.params.width)
-        latents: torch.Tensor = self.pipe.prepare_latents(
-            req.outputs, channels, *size, torch.float32, self.device, generators
-        )
-        return latents
-
     def denoise(
         self, latents: torch.Tensor, timestep: torch.Tensor, branch: dict[str, torch.Tensor], key: Hashable
     ) -> torch.Tensor:

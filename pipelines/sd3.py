@@ -113,13 +113,6 @@ class StableDiffusion3Pipeline(ImagePipelineBase):
         steps = req.params.num_inference_steps
         set_timesteps_by_tokens(scheduler, steps, tokens, self.device, even=False, max_shift=1.16)
 
-    def prepare_latents(self, req: Req, generators: list[torch.Generator]) -> torch.Tensor:
-        channels, size = self.pipe.transformer.config.in_channels, (req.params.height, req.params.width)
-        latents: torch.Tensor = self.pipe.prepare_latents(
-            req.outputs, channels, *size, torch.float32, self.device, generators
-        )
-        return latents
-
     def denoise(
         self, latents: torch.Tensor, timestep: torch.Tensor, branch: dict[str, torch.Tensor], key: Hashable
     ) -> torch.Tensor:
