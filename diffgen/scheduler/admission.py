@@ -86,18 +86,23 @@ class Admission:
     def check_time(self, job: Job, eta: float | None) -> None:
         """Raises :class:`DeadlineExceeded` where its time limit cannot be kept, as far as times are known."""
         limit = job.resolved.params.time_limit
-        if limit is None or eta is None or eta <= limit * DOUBT:
+        if limit is None or eta is None or job.deadline is None:
+            return
+        left = job.deadline - job.arrived  # less than the limit where it was sent to an earlier life
+        if left <= 0 or eta <= left * DOUBT:  # nothing left is not impossible, but over
             return
         own = self._cost.seconds_left(job)
-        alone = own <= limit * DOUBT
-        what = f"time_limit is {limit:g} s; the request takes about {own:.1f} s by itself and would end in {eta:.1f} s"
+        alone = own <= left * DOUBT
+        rest = "" if left >= limit else f", of which {left:.1f} s are left"
+        takes = f"the request takes about {own:.1f} s by itself and would end in {eta:.1f} s"
+        what = f"time_limit is {limit:g} s{rest}; {takes}"
         remedy = "try again later or give it more time" if alone else "give it more time, or ask for less work"
         raise DeadlineExceeded(
             f"{what}; {remedy}",
             code="deadline_impossible",
             retryable=alone,
             param="time_limit",
-            retry_after=eta - limit if alone else None,
+            retry_after=eta - left if alone else None,
         )
 
     def begin(self, running: Sequence[Job], now: float) -> list[Job]:

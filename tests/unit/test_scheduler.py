@@ -306,13 +306,16 @@ def test_an_impossible_time_limit_is_refused_with_the_numbers(drive: Drive) -> N
         "deadline_impossible", False, "time_limit",
     )  # fmt: skip
     assert "the request takes about 21.0 s by itself" in refused.error.message
+    again = Submit("d", SamplingParams(prompt="a", num_inference_steps=20, time_limit=15.0), age=5.0)
+    (late,) = driver.send(A, again)
+    assert "time_limit is 15 s, of which 10.0 s are left; the request takes about 21.0 s" in late.error.message
     (accepted,) = driver.submit("b", num_inference_steps=20, time_limit=15.0)
     assert isinstance(accepted, Accepted), "estimates are rough: only what takes half as long again is refused"
     (later,) = driver.submit("c", num_inference_steps=20, time_limit=21.0, priority="batch")
     assert (later.error.code, later.error.retryable) == ("deadline_impossible", True)
     assert later.error.retry_after == 21.0
     driver.drain()
-    assert driver.failures().keys() == {"a", "b", "c"}
+    assert driver.failures().keys() == {"a", "b", "c", "d"}
 
 
 @dataclasses.dataclass
