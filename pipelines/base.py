@@ -19,7 +19,7 @@ from diffgen.errors import InvalidRequest, ModelError
 from diffgen.loading.components import load_components
 from diffgen.loading.hub import model_name
 from diffgen.loading.index import ModelIndex
-from diffgen.params import BATCH_FIELDS, Limits, ModelSpec, SamplingParams, is_guided, parse_params, resolve
+from diffgen.params import BATCH_FIELDS, NO_LIMITS, ModelSpec, SamplingParams, is_guided, parse_params, resolve
 from diffgen.request import Req
 from diffgen.worker.context import StageContext
 from pipelines.parallel import denoiser_abilities, sliced_components, split_models
@@ -166,15 +166,14 @@ class ComposedPipelineBase(abc.ABC):
 
 def _check_defaults(index: ModelIndex, spec: ModelSpec) -> SamplingParams:
     """The model's defaults. Raises :class:`ModelError` for those that it would refuse if a request asked for them."""
-    unlimited = Limits(**dict.fromkeys(Limits.__struct_fields__, 2**62))
     try:
-        return resolve(parse_params({"prompt": "", **spec.defaults}), spec, unlimited).params
+        return resolve(parse_params({"prompt": "", **spec.defaults}), spec, NO_LIMITS).params
     except InvalidRequest as error:
         raise ModelError(f"a default of {index.folder} (diffgen.json, or its family's): {error}") from None
 
 
 def _check_scheduler(index: ModelIndex, stages: Sequence[PipelineStage], req: Req, device: torch.device) -> None:
-    """Let the folder's scheduler take a step from a request's first latents, without the denoiser.
+    """Let the folder's scheduler take a step from a request's first latents, without the denoiser or a text.
 
     Raises :class:`ModelError` where it cannot: every request would fail.
     """
@@ -184,7 +183,7 @@ def _check_scheduler(index: ModelIndex, stages: Sequence[PipelineStage], req: Re
     try:
         with torch.inference_mode():
             for stage in stages:
-                if stage.prepares:
+                if stage.prepares and not stage.encodes:
                     stage.run([req], context)[0].apply(req)
             _, latents = scaled(req, req.scheduler)
             step(req, req.scheduler, torch.zeros_like(latents))
